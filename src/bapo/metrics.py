@@ -1,0 +1,100 @@
+"""Every metric this project logs: name, formula, unit, and how its parts combine. The one place that knows."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["sum", "token_mean", "max", "global"]
+"""How parts over micro-batches and ranks become one value: their sum; their sum over the trained tokens of the update; their
+maximum; or `global`: one part that is already the whole (the same on every rank)."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    formula: str
+    unit: str
+    reduction: Reduction
+
+
+_TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
+    ("trainer/global_step", "completed optimizer updates", "updates", "global"),
+    ("rollout/round", "index of the pool in training, from 0", "rounds", "global"),
+    ("rollout/epoch", "passes over data begun, from 0", "epochs", "global"),
+    ("rollout/tokens_total", "response tokens drawn since the start", "tokens", "global"),
+    ("bounds/clip_low", "lower clip bound on the importance ratio", "ratio", "global"),
+    ("bounds/clip_high", "upper clip bound on the importance ratio", "ratio", "global"),
+    ("bounds/positive_ratio", "P / (P + N) at the bounds; 1 when N = 0", "share", "global"),
+    ("bounds/positive_ratio_start", "P / (P + N) at the start of both ranges", "share", "global"),
+    ("bounds/target_met", "1 if a candidate reached the target, else 0", "flag", "global"),
+    ("bounds/saturated", "1 if both bounds stand at the end of their ranges", "flag", "global"),
+    ("bounds/search_effective", "1 if some candidate changes the positive ratio", "flag", "global"),
+    ("bounds/positive_mass", "P: mass of tokens with advantage > 0", "mass", "sum"),
+    ("bounds/negative_mass", "N: mass of tokens with advantage < 0", "mass", "sum"),
+    ("policy/loss", "-sum(objective) / denominator", "objective", "sum"),
+    ("policy/grad_norm", "global 2-norm of the gradient before clipping", "norm", "global"),
+    ("policy/lr", "learning rate of this update", "rate", "global"),
+    ("policy/entropy", "mean of -sum_v p log p at the sampling temperature", "nats", "token_mean"),
+    ("policy/approx_kl", "mean of r - 1 - log r, behaviour to policy", "nats", "token_mean"),
+    ("policy/ratio_mean", "mean importance ratio r", "ratio", "token_mean"),
+    ("policy/ratio_max", "largest importance ratio r", "ratio", "max"),
+    ("policy/clip_frac", "tokens whose objective is clipped", "share", "token_mean"),
+    ("policy/clip_frac_high", "tokens with A > 0 and r > clip_high", "share", "token_mean"),
+    ("policy/clip_frac_low", "tokens with A < 0 and r < clip_low", "share", "token_mean"),
+    ("policy/negative_token_frac", "tokens with A < 0", "share", "token_mean"),
+    ("policy/log_ratio_clamped_frac", "tokens with |log r| > 20, clamped before exp", "share", "token_mean"),
+    ("policy/skipped_updates", "updates skipped for a non-finite loss or gradient, since the start", "updates", "global"),
+    ("rollout/reward_mean", "mean reward over every response drawn", "reward", "global"),
+    ("rollout/reward_std", "standard deviation of reward over every response drawn", "reward", "global"),
+    ("rollout/zero_std_frac", "groups whose rewards are all equal (dropped)", "share", "global"),
+    ("rollout/groups_drawn", "groups drawn for this pool", "groups", "global"),
+    ("rollout/groups_kept", "groups left to train on", "groups", "global"),
+    ("rollout/response_length_mean", "mean response length", "tokens", "global"),
+    ("rollout/response_length_correct_mean", "mean length of responses with reward > 0; 0 if none", "tokens", "global"),
+    ("rollout/response_length_incorrect_mean", "mean length of responses with reward <= 0; 0 if none", "tokens", "global"),
+    ("rollout/truncated_frac", "responses cut by max_tokens", "share", "global"),
+    ("rollout/unique_frac", "distinct responses of a group over its size, mean over groups", "share", "global"),
+    ("mismatch/kl_k3", "mean of x - 1 - log x, x = behaviour prob / sampler prob", "nats", "global"),
+    ("mismatch/logp_abs_diff_mean", "mean |behaviour_logprobs - sampler_logprobs|", "nats", "global"),
+    ("mismatch/logp_abs_diff_max", "largest |behaviour_logprobs - sampler_logprobs|", "nats", "global"),
+    ("staleness/mean", "mean over trained tokens of updates since their weights", "updates", "token_mean"),
+    ("staleness/max", "largest number of updates since a trained token's weights", "updates", "max"),
+    ("time/refill", "wall time of collecting this pool", "s", "global"),
+    ("time/sync", "wall time of handing weights to the engine", "s", "global"),
+    ("time/train", "wall time of this update", "s", "global"),
+    ("time/eval", "wall time of the evaluation", "s", "global"),
+    ("perf/tokens_per_s", "trained tokens of this update over its wall time", "tokens/s", "global"),
+)
+
+_PATTERNS: tuple[tuple[re.Pattern[str], Metric], ...] = (
+    (
+        re.compile(r"eval/[\w-]+/avg@\d+"),
+        Metric("eval/<set>/avg@k", "mean reward over k samples of every problem", "reward", "global"),
+    ),
+    (
+        re.compile(r"eval/[\w-]+/response_length_mean"),
+        Metric("eval/<set>/response_length_mean", "mean response length", "tokens", "global"),
+    ),
+    (
+        re.compile(r"eval/[\w-]+/truncated_frac"),
+        Metric("eval/<set>/truncated_frac", "responses cut by max_tokens", "share", "global"),
+    ),
+)
+
+METRICS: dict[str, Metric] = {name: Metric(name, formula, unit, reduction) for name, formula, unit, reduction in _TABLE}
+WALL_CLOCK_PREFIXES = ("time/", "perf/")
+"""Metrics that no seed can repeat."""
+
+
+def lookup(name: str) -> Metric:
+    """The registered metric called `name`. Raises KeyError that names the nearest registered one."""
+    if name in METRICS:
+        return METRICS[name]
+    for pattern, metric in _PATTERNS:
+        if pattern.fullmatch(name):
+            return metric
+    near = difflib.get_close_matches(name, METRICS, n=1)
+    raise KeyError(f"metric {name!r} is not registered in bapo.metrics" + (f"; nearest: {near[0]!r}" if near else ""))

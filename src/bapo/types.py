@@ -1,0 +1,216 @@
+"""The values that travel from prompt to gradient, and the contracts between those who pass them on.
+
+Shapes: B sequences, T tokens, V vocabulary, G responses per prompt (group). Slot t of every [B, T] tensor speaks of token t of
+`input_ids`; rows are [prompt | response | padding], padded on the right. Log-probs and entropies are in nats, float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question. `uid` is its identity: two rows with equal text are two prompts."""
+
+    uid: str
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How an engine draws tokens. `temperature` 0 means greedy (evaluation only)."""
+
+    temperature: float = 1.0
+    max_tokens: int = 1024
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be >= 0")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 1")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be >= 0 (0 keeps every token)")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to draw. (`uid`, `sample_index`) identifies it; `seed` alone decides its random numbers."""
+
+    uid: str
+    sample_index: int
+    seed: int
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One drawn response as token ids, with the engine's log-prob of every token (temperature applied).
+
+    `response_ids` holds the end-of-sequence token when the response ended by itself (`finish_reason` "stop").
+    """
+
+    uid: str
+    sample_index: int
+    seed: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences to train on: a pool, a mini-batch or a micro-batch.
+
+    input_ids, policy_version: int64 [B, T]; attention_mask, response_mask: bool [B, T];
+    behaviour_logprobs, sampler_logprobs: float32 [B, T], 0 outside the response; advantages, rewards: float32 [B].
+    policy_version is the number of optimizer updates behind the weights that drew the token, -1 outside the response.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    behaviour_logprobs: Tensor
+    sampler_logprobs: Tensor
+    policy_version: Tensor
+    advantages: Tensor
+    rewards: Tensor
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    def lengths(self) -> Tensor:
+        """Tokens of each row without padding, int64 [B]."""
+        return self.attention_mask.sum(dim=1)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        moved: dict[str, Any] = {f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)}
+        return Batch(**moved)
+
+    def select(self, rows: Tensor) -> Batch:
+        """The given rows, in the given order, cut to the longest of them."""
+        width = int(self.lengths()[rows].max()) if len(rows) else 0
+        parts: dict[str, Tensor] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)[rows]
+            parts[f.name] = value[:, :width] if value.dim() == 2 else value
+        return Batch(**parts)
+
+    def with_behaviour(self, behaviour_logprobs: Tensor) -> Batch:
+        return replace(self, behaviour_logprobs=behaviour_logprobs)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the policy says of given tokens: `logprobs` and `entropy` [B, T], float32, exactly 0 outside the response."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss sees of a micro-batch; all [B, T]. `response_mask` is bool; masked slots may hold anything."""
+
+    logprobs: Tensor
+    behaviour_logprobs: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+
+
+@dataclass(frozen=True)
+class ClipBounds:
+    """Bounds on the importance ratio itself (0.8, 1.2), never an epsilon; 0-dim tensors.
+
+    The search's account of itself (None for a loss that does not search): `positive_ratio` at these bounds,
+    `positive_ratio_start` at the start of both ranges, and three flags as 0/1: `target_met`, `saturated` (both bounds at
+    the end of their ranges), `search_effective` (some candidate changes the ratio at all).
+    """
+
+    clip_low: Tensor
+    clip_high: Tensor
+    positive_ratio: Tensor | None = None
+    positive_ratio_start: Tensor | None = None
+    target_met: Tensor | None = None
+    saturated: Tensor | None = None
+    search_effective: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """`loss` to differentiate, and this micro-batch's part of each metric, detached.
+
+    How parts combine over micro-batches and ranks is the metric's `reduction` in `bapo.metrics`.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Loss(Protocol):
+    """A policy loss: tally every micro-batch, sum the tallies, choose bounds once, then call on every micro-batch."""
+
+    adaptive: bool  # do the bounds depend on the tally? If not, `choose` ignores it and no pass is spent on it.
+
+    def tally(self, inputs: LossInputs) -> Tensor:
+        """A float64 vector that adds up over micro-batches and ranks. No autograd graph, no host synchronisation."""
+        ...
+
+    def choose(self, tally: Tensor) -> ClipBounds:
+        """The bounds of this update from the summed tally."""
+        ...
+
+    def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
+        """Loss of one micro-batch: its token sum over `denominator`, the trained tokens of the whole update (0-dim)."""
+        ...
+
+
+class Task(Protocol):
+    """Prompts and the judge of their answers."""
+
+    def prompts(self, split: Literal["train", "test"]) -> Sequence[Prompt]: ...
+
+    def verify(self, prompt: Prompt, response: str) -> float:
+        """Reward of a response's text, special tokens removed."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """Draws responses. Every response carries the version of the weights that made it."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
+        """One rollout per request, in any order; join by (uid, sample_index)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PolicyHandle(Protocol):
+    """What the data side may ask of the policy in training."""
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]: ...
+
+    def score(self, batch: Batch) -> Scores:
+        """Log-probs and entropies without a graph, on the CPU, whatever the size of `batch`."""
+        ...
+
+    def version(self) -> int:
+        """Completed optimizer updates."""
+        ...
+
+
+Weights = Mapping[str, Tensor]
