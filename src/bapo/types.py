@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, V vocabulary, G responses per prompt (group). Slo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol
 
@@ -108,8 +108,16 @@ class Batch:
             parts[f.name] = value[:, :width] if value.dim() == 2 else value
         return Batch(**parts)
 
-    def with_behaviour(self, behaviour_logprobs: Tensor) -> Batch:
-        return replace(self, behaviour_logprobs=behaviour_logprobs)
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The data of one optimizer update, and what its row of the log should say of where they come from."""
+
+    sequences: Batch
+    metrics: dict[str, float]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MiniBatch:
+        return replace(self, sequences=self.sequences.to(device, non_blocking))
 
 
 @dataclass(frozen=True)
@@ -211,6 +219,3 @@ class PolicyHandle(Protocol):
     def version(self) -> int:
         """Completed optimizer updates."""
         ...
-
-
-Weights = Mapping[str, Tensor]

@@ -1,0 +1,256 @@
+"""The pictures of a run, and of several runs on the same axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+Rows = Sequence[Mapping[str, float]]
+
+STEP = "trainer/global_step"
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)  # Okabe and Ito: safe for colour-blind eyes
+DASHES = ("-", "--", ":", "-.")
+STYLE = {
+    "font.size": 10.5,
+    "figure.titlesize": 12.5,
+    "figure.titleweight": "bold",
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.8,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+}
+MANY_POINTS = 60
+"""Above it a raw curve is drawn thin, below its moving average."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: metric -> legend. A metric `eval/*/avg@*` stands for every set that was evaluated."""
+
+    ylabel: str
+    series: Mapping[str, str]
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    stem: str
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What there is to draw of a run. `levels`: metric -> values to mark with a dotted line -> what they are."""
+
+    label: str
+    rows: Rows
+    levels: Mapping[str, Mapping[float, str]] = field(default_factory=dict)
+
+
+HELD_OUT = "eval/*/avg@*"
+PICTURES = (
+    Picture(
+        "reward",
+        "Reward and held-out accuracy",
+        (Panel("mean reward", {"rollout/reward_mean": "training prompts", HELD_OUT: ""}),),
+    ),
+    Picture("entropy", "Entropy of the policy", (Panel("nats per token", {"policy/entropy": "entropy"}),)),
+    Picture(
+        "clip_bounds",
+        "Clip bounds on the importance ratio",
+        (Panel("upper bound", {"bounds/clip_high": "clip_high"}), Panel("lower bound", {"bounds/clip_low": "clip_low"})),
+    ),
+    Picture(
+        "positive_ratio",
+        "Positive ratio",
+        (
+            Panel(
+                "share of mass with A > 0",
+                {"bounds/positive_ratio": "at the chosen bounds", "bounds/positive_ratio_start": "at the start of both ranges"},
+            ),
+        ),
+    ),
+    Picture(
+        "grad_norm",
+        "Gradient norm and learning rate",
+        (
+            Panel("norm before clipping", {"policy/grad_norm": "gradient norm"}, log=True),
+            Panel("learning rate", {"policy/lr": "learning rate"}),
+        ),
+    ),
+    Picture(
+        "response_length",
+        "Length of right and wrong answers",
+        (
+            Panel(
+                "mean length (tokens)",
+                {"rollout/response_length_correct_mean": "right", "rollout/response_length_incorrect_mean": "wrong"},
+            ),
+        ),
+    ),
+    Picture(
+        "staleness",
+        "Staleness of the trained tokens",
+        (Panel("age (optimizer updates)", {"staleness/mean": "mean", "staleness/max": "largest"}),),
+    ),
+    Picture(
+        "clip_frac",
+        "Clipped tokens",
+        (
+            Panel(
+                "share of trained tokens",
+                {
+                    "policy/clip_frac": "all",
+                    "policy/clip_frac_high": "A > 0, above clip_high",
+                    "policy/clip_frac_low": "A < 0, below clip_low",
+                },
+            ),
+        ),
+    ),
+)
+
+
+def held_out_names(rows: Rows) -> list[str]:
+    """`eval/<set>/avg@k` of every set, sorted."""
+    return sorted({name for row in rows for name in row if name.startswith("eval/") and "/avg@" in name})
+
+
+def points(rows: Rows, name: str) -> tuple[list[float], list[float]]:
+    """(updates, values) of the rows that have `name`."""
+    found = [(row[STEP], row[name]) for row in rows if name in row]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def moving_average(values: Sequence[float], window: int) -> list[float]:
+    """Centred mean over `window` values, over fewer at both ends."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    half = window // 2
+    spans = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
+
+
+def round_starts(rows: Rows) -> dict[int, float]:
+    """Round -> its first update."""
+    starts: dict[int, float] = {}
+    for row in rows:
+        if "rollout/round" in row and row[STEP] > 0:
+            starts.setdefault(int(row["rollout/round"]), row[STEP])
+    return starts
+
+
+def has(runs: Sequence[Run], panel: Panel) -> dict[str, str]:
+    """The panel's metrics that some run logged, every evaluated set by its own name -> legend."""
+    found: dict[str, str] = {}
+    for name, legend in panel.series.items():
+        if name == HELD_OUT:
+            sets = sorted({held for run in runs for held in held_out_names(run.rows)})
+            found |= {held: "held-out: " + held.removeprefix("eval/").replace("/", " ") for held in sets}
+        elif any(name in row for run in runs for row in run.rows):
+            found[name] = legend
+    return found
+
+
+def missing(runs: Sequence[Run], picture: Picture) -> list[str]:
+    """The picture's metrics that no run logged."""
+    return [
+        name
+        for panel in picture.panels
+        for name in panel.series
+        if not any(found == name or (name == HELD_OUT and found.startswith("eval/")) for found in has(runs, panel))
+    ]
+
+
+def draw(picture: Picture, runs: Sequence[Run], path: Path) -> bool:
+    """Write `picture` to `path` as a PNG; False, and nothing written, when no run has any of its metrics."""
+    panels = [(panel, names) for panel in picture.panels if (names := has(runs, panel))]
+    if not panels:
+        return False
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.6, 3.9 if len(panels) == 1 else 5.6), layout="constrained")
+        figure.suptitle(picture.title, x=0.01, ha="left")
+        grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (panel, names) in zip(grid, panels, strict=True):
+            _draw_panel(axes, panel, names, runs)
+        if len(runs) == 1:
+            _mark_rounds(grid, runs[0])
+        grid[-1].set_xlabel("optimizer updates")
+        figure.savefig(path, dpi=130)
+    return True
+
+
+def _draw_panel(axes: Axes, panel: Panel, names: Mapping[str, str], runs: Sequence[Run]) -> None:
+    """One run: a colour per metric. Several: a colour per run, a dash per metric."""
+    many = len(runs) > 1
+    drawn: list[float] = []
+    for r, run in enumerate(runs):
+        for s, (name, legend) in enumerate(names.items()):
+            steps, values = points(run.rows, name)
+            drawn += values
+            colour = COLOURS[(r if many else s) % len(COLOURS)]
+            dash = DASHES[s % len(DASHES)] if many else "-"
+            if len(values) > MANY_POINTS:
+                axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.15 if many else 0.4)
+                values = moving_average(values, max(9, len(values) // 25))
+            marker = "o" if len(values) <= MANY_POINTS else ""
+            axes.plot(steps, values, color=colour, linestyle=dash, marker=marker, markersize=3, label=legend)
+    levels = {level: text for run in runs for name in names for level, text in run.levels.get(name, {}).items()}
+    for level, text in levels.items():
+        axes.axhline(level, color="#444444", linestyle=":", linewidth=1.5, label=f"{text} {level:g}")
+    axes.set_ylabel(panel.ylabel)
+    if panel.log and min(drawn) > 0 and max(drawn) > 30 * min(drawn):
+        axes.set_yscale("log")
+    _legend(axes, names, runs, levels)
+
+
+def _legend(axes: Axes, names: Mapping[str, str], runs: Sequence[Run], levels: Mapping[float, str]) -> None:
+    if len(runs) == 1:
+        if len(names) + len(levels) > 1:
+            axes.legend(loc="best")
+        return
+    handles = [Line2D([], [], color=COLOURS[r % len(COLOURS)], label=run.label) for r, run in enumerate(runs)]
+    if len(names) > 1:
+        handles += [
+            Line2D([], [], color="#666666", linestyle=DASHES[s % 4], label=text) for s, text in enumerate(names.values())
+        ]
+    handles += [Line2D([], [], color="#444444", linestyle=":", label=f"{text} {level:g}") for level, text in levels.items()]
+    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
+def _mark_rounds(grid: Sequence[Axes], run: Run) -> None:
+    """Rounds on an axis above; where they are few also as light lines."""
+    starts = round_starts(run.rows)
+    if not starts:
+        return
+    if len(starts) <= 12:
+        for axes in grid:
+            for step in starts.values():
+                axes.axvline(step, color="#d0d0d0", linewidth=0.8, zorder=0)
+    every = max(1, math.ceil(len(starts) / 10))
+    ticks = {number: step for number, step in starts.items() if number % every == 0}
+    above = grid[0].secondary_xaxis("top")
+    above.set_xticks(list(ticks.values()), [str(number) for number in ticks])
+    above.tick_params(labelsize=8.5, colors="#777777")
+    above.spines["top"].set_visible(False)
+    above.set_xlabel("round", fontsize=8.5, color="#777777")

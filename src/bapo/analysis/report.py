@@ -1,0 +1,242 @@
+"""One run's report: RUN/report.html and RUN/figures/*.png. Several runs: comparison.html, the same pictures overlaid.
+
+python -m bapo.analysis.report RUN_DIR                          remake the report of one run
+python -m bapo.analysis.report RUN_DIR RUN_DIR ... [--out DIR]  compare; DIR is the folder that holds them all unless given
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import csv
+import json
+import os
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bapo.analysis.figures import PICTURES, STEP, Run, draw, held_out_names, missing, points
+from bapo.metrics import METRICS
+
+CSS = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: 0; overflow-wrap: anywhere; } .sub { color: #666; margin-top: .2rem; }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid #e6e6e6; vertical-align: top; }
+th { font-weight: 600; } td { overflow-wrap: anywhere; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 1.2rem; }
+figure { margin: 0; } img { width: 100%; height: auto; } figcaption { color: #555; font-size: .85rem; }
+.wide { overflow-x: auto; }
+pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: .85rem; }
+"""
+
+
+def read_rows(run_dir: Path) -> list[dict[str, float]]:
+    """The rows of metrics.csv, empty cells left out, a torn last line too. Raises ValueError when there is none."""
+    path = run_dir / "metrics.csv"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; is {run_dir} the folder of a run?")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    rows = [{key: float(cell) for key, cell in row.items() if cell} for row in csv.DictReader(lines)]
+    if not rows:
+        raise ValueError(f"{path} has no rows; the run stopped before its first update")
+    return rows
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "config.yaml"
+    return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
+
+
+def levels(config: Mapping[str, Any]) -> dict[str, dict[float, str]]:
+    """The dotted lines: where the search of each bound starts, and the target it has."""
+    loss = config.get("loss") or {}
+    found = {
+        f"bounds/{name}": {loss[name]["start"]: "start"} for name in ("clip_low", "clip_high") if _is_range(loss.get(name))
+    }
+    if "target_positive_ratio" in loss:
+        found["bounds/positive_ratio"] = {loss["target_positive_ratio"]: "target"}
+    return found
+
+
+def _is_range(bound: object) -> bool:
+    return isinstance(bound, Mapping) and "start" in bound
+
+
+def describe(section: object) -> str:
+    """A config group in a line: its class, its plain values, `a to b` for a range."""
+    if not isinstance(section, Mapping):
+        return str(section)
+    parts = [str(section["_target_"]).rsplit(".", 1)[-1]] if "_target_" in section else []
+    for key, value in section.items():
+        if _is_range(value):
+            parts.append(f"{key} {value['start']} to {value.get('stop')}")
+        elif not key.startswith("_") and isinstance(value, str | int | float):
+            parts.append(f"{key} {value}")
+    return ", ".join(parts)
+
+
+def key_numbers(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> dict[str, str]:
+    """What the top of a report says of the curves: label -> text."""
+    facts = {"updates": f"{rows[-1][STEP]:.0f}"}
+    rounds = points(rows, "rollout/round")[1]
+    if rounds:
+        facts["rounds"] = f"{max(rounds) + 1:.0f}"
+    named = {"rollout/reward_mean": "reward", **{name: f"held-out {name[5:]}" for name in held_out_names(rows)}}
+    for name, label in (named | {"policy/entropy": "entropy (nats)"}).items():
+        steps, values = points(rows, name)
+        if values:
+            best = (
+                f", best {max(values):.3f} at update {steps[values.index(max(values))]:.0f}" if name.startswith("eval/") else ""
+            )
+            facts[label] = f"{values[0]:.3f} first, {values[-1]:.3f} last{best}"
+    for name in ("clip_low", "clip_high"):
+        values = points(rows, f"bounds/{name}")[1]
+        if values:
+            facts[f"mean {name}"] = f"{sum(values) / len(values):.3f}"
+    moved = share_moved(rows, config.get("loss") or {})
+    if moved is not None:
+        facts["updates with a bound off its start"] = f"{moved:.0%}"
+    return facts
+
+
+def share_moved(rows: Sequence[Mapping[str, float]], loss: Mapping[str, Any]) -> float | None:
+    """Share of updates in which clip_low or clip_high is not at its start; None when the config has no ranges."""
+    starts = {f"bounds/{name}": loss[name]["start"] for name in ("clip_low", "clip_high") if _is_range(loss.get(name))}
+    searched = [row for row in rows if any(name in row for name in starts)]
+    if not searched:
+        return None
+    return sum(any(abs(row[name] - start) > 1e-9 for name, start in starts.items() if name in row) for row in searched) / len(
+        searched
+    )
+
+
+def wall_time(run_dir: Path) -> str | None:
+    """Seconds in updates, refills and evaluations over every session of the run; None when nothing was timed."""
+    path = run_dir / "timing.csv"
+    if not path.is_file():
+        return None
+    with path.open(newline="", encoding="utf-8") as file:
+        seconds = sum(
+            float(cell) for row in csv.DictReader(file) for key, cell in row.items() if cell and key.startswith("time/")
+        )
+    return f"{seconds / 60:.1f} min" if seconds else None
+
+
+def summary(run_dir: Path, rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> dict[str, str]:
+    """The table at the top: label -> text."""
+    status_file = run_dir / "status.json"
+    status = json.loads(status_file.read_text(encoding="utf-8")) if status_file.is_file() else {}
+    known = {
+        "status": status.get("status"),
+        "loss": config.get("loss"),
+        "policy": config.get("policy"),
+        "seed": config.get("seed"),
+    }
+    facts = {label: describe(value) for label, value in known.items() if value is not None}
+    facts |= key_numbers(rows, config)
+    time = wall_time(run_dir)
+    return facts | ({"time in updates, refills and evaluations": time} if time else {})
+
+
+def page(
+    title: str, subtitle: str, facts: Mapping[str, Mapping[str, str]], runs: Sequence[Run], figures: Path, details: str
+) -> str:
+    """Draw every picture into `figures` and return the HTML around them. facts: run label -> its table."""
+    figures.mkdir(parents=True, exist_ok=True)
+    parts, absent = [], []
+    for picture in PICTURES:
+        path = figures / f"{picture.stem}.png"
+        absent += missing(runs, picture)
+        if not draw(picture, runs, path):
+            path.unlink(missing_ok=True)
+            continue
+        image = base64.b64encode(path.read_bytes()).decode()
+        shown = [name for panel in picture.panels for name in panel.series if name not in absent]
+        caption = "; ".join(f"{name}: {METRICS[name].formula}" for name in shown if name in METRICS)
+        parts.append(
+            f'<figure><img alt="{escape(picture.title)}" src="data:image/png;base64,{image}"><figcaption>{escape(caption)}</figcaption></figure>'
+        )
+    note = (
+        f'<p class="sub">Not drawn, because the run logged no such metric: {escape(", ".join(absent))}.</p>' if absent else ""
+    )
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{CSS}</style></head><body>\n"
+        f'<h1>{escape(title)}</h1><p class="sub">{escape(subtitle)}</p>\n{table(facts)}\n'
+        f'<div class="figures">\n{"\n".join(parts)}\n</div>\n{note}\n{details}\n</body></html>\n'
+    )
+
+
+def table(facts: Mapping[str, Mapping[str, str]]) -> str:
+    """A column per run, a line per fact; the runs' labels head it where there are several."""
+    labels = list(dict.fromkeys(label for column in facts.values() for label in column))
+    head = "<tr><th></th>" + "".join(f"<th>{escape(run)}</th>" for run in facts) + "</tr>" if len(facts) > 1 else ""
+    body = "".join(
+        f"<tr><th>{escape(label)}</th>"
+        + "".join(f"<td>{escape(column.get(label, ''))}</td>" for column in facts.values())
+        + "</tr>"
+        for label in labels
+    )
+    return f'<div class="wide"><table>{head}{body}</table></div>'
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Make RUN/report.html and RUN/figures/*.png from metrics.csv, config.yaml and status.json; returns the HTML's path.
+
+    Only metrics.csv must be there. The page needs no other file and no network. Raises ValueError when there is no row to show.
+    """
+    run_dir = Path(run_dir)
+    rows, config = read_rows(run_dir), read_config(run_dir)
+    name = str(config.get("name") or run_dir.resolve().name)
+    facts = {name: summary(run_dir, rows, config)}
+    source = run_dir / "config.yaml"
+    details = ""
+    if source.is_file():
+        text = escape(source.read_text(encoding="utf-8"))
+        details = f"<details><summary>Resolved configuration</summary><pre>{text}</pre></details>"
+    runs = [Run(name, rows, levels(config))]
+    html = page(name, f"run folder {run_dir.resolve().name}", facts, runs, run_dir / "figures", details)
+    path = run_dir / "report.html"
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+def write_comparison(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Overlay several runs in OUT/comparison.html and OUT/comparison_figures; OUT is their common parent unless given."""
+    folders = [Path(run_dir).resolve() for run_dir in run_dirs]
+    parent = Path(os.path.commonpath([folder.parent for folder in folders]))
+    target = parent if out is None else Path(out)
+    runs, facts = [], {}
+    for folder in dict.fromkeys(folders):
+        rows, config = read_rows(folder), read_config(folder)
+        label = str(folder.relative_to(parent))
+        runs.append(Run(label, rows, levels(config)))
+        facts[label] = summary(folder, rows, config)
+    html = page("Comparison", f"{len(runs)} runs", facts, runs, target / "comparison_figures", "")
+    path = target / "comparison.html"
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bapo.analysis.report", description="Remake a run's report, or compare runs."
+    )
+    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", type=Path)
+    parser.add_argument("--out", type=Path, help="folder for comparison.html (default: the folder that holds every run)")
+    args = parser.parse_args(arguments)
+    if args.out and len(args.run_dirs) == 1:
+        parser.error("--out is for comparisons; the report of one run goes into its folder")
+    try:
+        path = write_report(args.run_dirs[0]) if len(args.run_dirs) == 1 else write_comparison(args.run_dirs, args.out)
+    except ValueError as error:
+        parser.error(str(error))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

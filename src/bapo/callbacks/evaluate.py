@@ -1,0 +1,72 @@
+"""Held-out evaluation during training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import lightning as L
+
+from bapo.evaluation import evaluate
+from bapo.rollouts.collector import Ranks
+from bapo.types import SamplingParams
+
+
+class Evaluate(L.Callback):
+    """Logs `eval/<split>/*` before the first update and at the end of every `every_n_rounds`-th round and of the last one.
+
+    Runs at the last update of the round, before a checkpoint is written: no checkpoint lacks the evaluation before it.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        every_n_rounds: int = 1,
+        samples: int = 1,
+        max_prompts: int | None = None,
+        split: Literal["train", "test"] = "test",
+    ):
+        for name, value in (("every_n_rounds", every_n_rounds), ("samples", samples), ("max_prompts", max_prompts or 1)):
+            if value < 1:
+                raise ValueError(f"callbacks.evaluate.{name} is {value}; it must be >= 1")
+        if samples > 1 and sampling.temperature == 0:
+            raise ValueError(f"callbacks.evaluate.samples is {samples} at temperature 0: they would all be the same response")
+        self.sampling = sampling
+        self.every_n_rounds = every_n_rounds
+        self.samples = samples
+        self.max_prompts = max_prompts
+        self.split = split
+        self.on_phase: Callable[[str], None] = lambda phase: None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step == 0:
+            self._evaluate(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        epochs_per_round = trainer.datamodule.schedule.epochs_per_round  # type: ignore[attr-defined]
+        rounds_done, rest = divmod(trainer.current_epoch + 1, epochs_per_round)
+        end_of_round = trainer.is_last_batch and rest == 0
+        last = trainer.current_epoch + 1 == trainer.max_epochs
+        if end_of_round and (rounds_done % self.every_n_rounds == 0 or last):
+            self._evaluate(trainer, pl_module)
+
+    def _evaluate(self, trainer: L.Trainer, pl_module: Any) -> None:
+        start = time.perf_counter()
+        self.on_phase("eval")
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data.sync_engine()
+        collector = data.collector
+        found = evaluate(
+            collector.engine,
+            collector.task,
+            collector.tokenizer,
+            collector.task.prompts(self.split)[: self.max_prompts],
+            self.sampling,
+            self.samples,
+            collector.seed,
+            Ranks(trainer.global_rank, trainer.world_size),
+        )
+        row = {f"eval/{self.split}/{name}": value for name, value in found.items()}
+        pl_module.log_row(row | {"time/eval": time.perf_counter() - start})
+        self.on_phase("train")

@@ -1,0 +1,123 @@
+"""A Lightning data module that refills itself from rollouts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from bapo.rollouts.collector import Collector, Ranks
+from bapo.rollouts.pool import Pool, load_meta, load_pool
+from bapo.rollouts.schedule import Schedule, deal_minibatches
+from bapo.types import MiniBatch, PolicyHandle
+
+
+class EpochLoader:
+    """The mini-batches of one epoch. Its state is how many have been handed out, so that a run can stop between two of them."""
+
+    def __init__(self, minibatches: list[MiniBatch]):
+        self.minibatches = minibatches
+        self.handed_out = 0
+        self.resume_at = 0
+
+    def __len__(self) -> int:
+        return len(self.minibatches)
+
+    def __iter__(self) -> Iterator[MiniBatch]:
+        self.handed_out, self.resume_at = self.resume_at, 0
+        while self.handed_out < len(self.minibatches):
+            self.handed_out += 1
+            yield self.minibatches[self.handed_out - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"handed_out": self.handed_out}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.resume_at = state["handed_out"]
+
+
+class RolloutDataModule(L.LightningDataModule):
+    """Epoch n trains on the pool of round n // E. A pool is a file in `rounds_dir`: there -> loaded, not there -> collected.
+
+    So `train_dataloader` may be called any number of times, and a resumed run keeps its calendar. `connect` gives it the policy
+    in training; `on_phase` is told "refill" and "train" as they begin.
+    """
+
+    def __init__(self, collector: Collector, schedule: Schedule, rounds_dir: Path, seed: int):
+        super().__init__()
+        self.collector = collector
+        self.schedule = schedule
+        self.rounds_dir = rounds_dir
+        self.seed = seed
+        self.policy: PolicyHandle | None = None
+        self.on_phase: Callable[[str], None] = lambda phase: None
+        self._pool: Pool | None = None
+
+    def connect(self, policy: PolicyHandle) -> None:
+        self.policy = policy
+
+    def sync_engine(self) -> float:
+        """Hands the policy's weights to the engine; seconds it took."""
+        assert self.policy is not None, "connect a policy first"
+        start = time.perf_counter()
+        self.collector.engine.load_weights(self.policy.named_weights(), self.policy.version())
+        return time.perf_counter() - start
+
+    def train_dataloader(self) -> EpochLoader:
+        assert self.trainer is not None
+        epoch = self.trainer.current_epoch
+        ranks = Ranks(self.trainer.global_rank, self.trainer.world_size)
+        pool = self.pool(self.schedule.round_of(epoch), ranks)
+        self.on_phase("train")
+        parts = deal_minibatches(len(pool.batch), self.schedule.minibatches_per_epoch, self.seed, epoch)
+        first_epoch = epoch % self.schedule.epochs_per_round == 0
+        return EpochLoader(
+            [
+                # Ranks take turns along the lengths, so that each gets about the same number of tokens.
+                MiniBatch(
+                    pool.batch.select(_longest_first(rows, pool)[ranks.rank :: ranks.world]),
+                    _row_metrics(pool, epoch, first=first_epoch and index == 0),
+                )
+                for index, rows in enumerate(parts)
+            ]
+        )
+
+    def pool(self, round_index: int, ranks: Ranks) -> Pool:
+        """The pool of a round: the one in hand, else from its file, else collected now and filed."""
+        if self._pool is None or self._pool.meta["round"] != round_index:
+            self._pool = load_pool(self.rounds_dir, round_index) or self._collect(round_index, ranks)
+        return self._pool
+
+    def _collect(self, round_index: int, ranks: Ranks) -> Pool:
+        assert self.policy is not None, "connect a policy first"
+        before = load_meta(self.rounds_dir, round_index - 1) if round_index else {}
+        if before is None:
+            raise FileNotFoundError(
+                f"{self.rounds_dir} holds no complete round {round_index - 1}, which says where round {round_index} goes on; "
+                "a run needs its rounds to resume"
+            )
+        self.on_phase("refill")
+        sync = self.sync_engine()
+        least_rows = self.schedule.minibatches_per_epoch * ranks.world  # every rank needs a row of every mini-batch
+        pool = self.collector.collect(round_index, before, self.policy, least_rows, ranks)
+        pool.meta["timing"]["time/sync"] = sync
+        if ranks.rank == 0:
+            pool.save(self.rounds_dir)
+        ranks.gather(None)  # nobody goes on before the file is there
+        return pool
+
+    def teardown(self, stage: str) -> None:
+        self._pool = None
+
+
+def _longest_first(rows: Any, pool: Pool) -> Any:
+    return rows[pool.batch.lengths()[rows].argsort(descending=True, stable=True)]
+
+
+def _row_metrics(pool: Pool, epoch: int, first: bool) -> dict[str, float]:
+    meta = pool.meta
+    axes = {"rollout/round": meta["round"], "rollout/epoch": epoch, "rollout/tokens_total": meta["tokens_total"]}
+    return axes | meta["metrics"] | meta["timing"] if first else axes

@@ -1,0 +1,43 @@
+"""The clipped surrogate with fixed bounds: PPO's and GRPO's (0.8, 1.2), DAPO's clip-higher (0.8, 1.28)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bapo.losses.surrogate import clipped_surrogate_loss
+from bapo.types import ClipBounds, LossInputs, LossOutput
+
+
+@dataclass(frozen=True)
+class FixedClipLoss:
+    """-sum_t min(r_t A_t, clip(r_t, clip_low, clip_high) A_t) / denominator. Sources: arXiv 1707.06347, arXiv 2503.14476.
+
+    The bounds are on the ratio itself. Errors: ValueError unless 0 < clip_low < 1 < clip_high.
+    """
+
+    clip_low: float
+    clip_high: float
+    adaptive = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_low < 1:
+            raise ValueError(f"clip_low is {self.clip_low}; it must be in (0, 1), a bound on the ratio itself")
+        if not self.clip_high > 1:
+            raise ValueError(f"clip_high is {self.clip_high}; it must be > 1, a bound on the ratio itself")
+
+    def tally(self, inputs: LossInputs) -> Tensor:
+        """Nothing to count: float64 [0]."""
+        return torch.zeros(0, dtype=torch.float64, device=inputs.logprobs.device)
+
+    def choose(self, tally: Tensor) -> ClipBounds:
+        """The two constants, on the tally's device."""
+        low = torch.full((), self.clip_low, dtype=torch.float64, device=tally.device)
+        high = torch.full((), self.clip_high, dtype=torch.float64, device=tally.device)
+        return ClipBounds(low, high)
+
+    def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
+        """Loss and metrics of one micro-batch; `denominator` counts the trained tokens of the whole update."""
+        return clipped_surrogate_loss(inputs, bounds, denominator)

@@ -1,0 +1,1 @@
+"""Load a causal language model, score tokens with it, hand out its weights."""

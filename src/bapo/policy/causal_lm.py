@@ -1,0 +1,109 @@
+"""A causal language model as a policy: it scores the tokens of responses and hands out its weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from bapo.ops.logprobs import token_logprobs
+from bapo.ops.microbatch import cut_by_tokens
+from bapo.types import Batch, Scores
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class CausalLMPolicy(nn.Module):
+    """pi(y_t | x, y_<t) at the sampling `temperature`, from any transformers causal LM."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float = 1.0, chunk_tokens: int = 4096):
+        super().__init__()
+        if temperature <= 0:
+            raise ValueError(f"rollout.sampling.temperature is {temperature}; training needs > 0")
+        self.model = model
+        self.temperature = temperature
+        self.chunk_tokens = chunk_tokens
+        switch_off_dropout(model)
+
+    def forward(self, batch: Batch) -> Scores:
+        """Scores of the response tokens of `batch` [B, T]; no other position is ever projected to the vocabulary."""
+        hidden = self.model.base_model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), use_cache=False
+        ).last_hidden_state
+        scored = batch.response_mask[:, 1:]  # token t is predicted from the hidden state of token t - 1
+        logprobs, entropy = token_logprobs(
+            hidden[:, :-1][scored],
+            batch.input_ids[:, 1:][scored],
+            self.model.get_output_embeddings(),
+            self.temperature,
+            self.chunk_tokens,
+        )
+        blank = torch.zeros(batch.input_ids.shape, dtype=torch.float32, device=hidden.device)
+        return Scores(
+            logprobs=blank.masked_scatter(batch.response_mask, logprobs),
+            entropy=blank.masked_scatter(batch.response_mask, entropy),
+        )
+
+    @torch.no_grad()
+    def score(self, batch: Batch, token_budget: int) -> Scores:
+        """As `forward`, without a graph, in micro-batches of at most `token_budget` tokens, on the CPU."""
+        device = next(self.parameters()).device
+        logprobs = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
+        entropy = torch.zeros_like(logprobs)
+        for rows in cut_by_tokens(batch.lengths(), token_budget):
+            scores = self(batch.select(rows).to(device))
+            width = scores.logprobs.shape[1]
+            logprobs[rows, :width] = scores.logprobs.cpu()
+            entropy[rows, :width] = scores.entropy.cpu()
+        return Scores(logprobs, entropy)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its transformers name; a tied head appears once, as the embedding."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Sets every dropout to 0: with it the same weights would score a token differently in each pass, and no ratio is 1."""
+    found = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    for module in found:
+        module.p = 0.0
+    functional = False
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if name.endswith("dropout") and isinstance(value, float) and value > 0:
+                setattr(module, name, 0.0)
+                functional = True
+    config = getattr(model, "config", None)
+    for name, value in list(vars(config).items()) if config is not None else []:
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float) and value > 0:
+            setattr(config, name, 0.0)
+            functional = True
+    if found or functional:
+        log.warning("the model's dropout is set to 0: importance ratios need the same network in every pass")
+
+
+def load_model(path: str | Path, dtype: str = "float32", revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """A causal LM from a local folder or the hub, by transformers. Remote code runs only if asked for."""
+    if dtype not in DTYPES:
+        raise ValueError(f"policy.dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if trust_remote_code:
+        log.warning("policy.trust_remote_code is on: code from %s will run", path)
+    return AutoModelForCausalLM.from_pretrained(
+        str(path), dtype=DTYPES[dtype], revision=revision, trust_remote_code=trust_remote_code
+    )
+
+
+def load_tokenizer(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model; one without a pad token pads with its end-of-sequence token (masks never look at ids)."""
+    tokenizer = AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

@@ -1,0 +1,94 @@
+"""A causal language model of the Qwen3 architecture, small enough to train on two CPU cores, with random weights."""
+
+from __future__ import annotations
+
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+
+def qwen3_config(
+    vocab_size: int,
+    eos_token_id: int,
+    pad_token_id: int,
+    hidden_size: int = 64,
+    intermediate_size: int = 128,
+    num_hidden_layers: int = 2,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 2,
+    head_dim: int = 16,
+    max_position_embeddings: int = 64,
+    tie_word_embeddings: bool = False,
+) -> Qwen3Config:
+    """The checked sizes as a `Qwen3Config`. ValueError names the size that cannot be."""
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": max_position_embeddings,
+    }
+    for name, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be an integer >= 1")
+    if num_attention_heads % num_key_value_heads:
+        raise ValueError(
+            f"num_key_value_heads is {num_key_value_heads}; it must divide num_attention_heads, {num_attention_heads}"
+        )
+    if head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}; it must be even, for rotary embeddings")
+    for name, value in {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}.items():
+        if not 0 <= value < vocab_size:
+            raise ValueError(f"{name} is {value}; it must be in [0, {vocab_size}), the vocabulary")
+    return Qwen3Config(
+        **sizes,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        bos_token_id=None,
+        tie_word_embeddings=tie_word_embeddings,
+        dtype="float32",
+    )
+
+
+def tiny_qwen3(
+    vocab_size: int,
+    eos_token_id: int,
+    pad_token_id: int,
+    hidden_size: int = 64,
+    intermediate_size: int = 128,
+    num_hidden_layers: int = 2,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 2,
+    head_dim: int = 16,
+    max_position_embeddings: int = 64,
+    tie_word_embeddings: bool = False,
+    seed: int = 0,
+) -> Qwen3ForCausalLM:
+    """A new float32 model on the CPU; the defaults have 0.08M parameters. `seed` alone decides the weights.
+
+    Its generation config stops at EOS and samples the bare distribution. The neutral values are written out because an absent
+    `top_k` means 50 to transformers.
+    """
+    config = qwen3_config(
+        vocab_size,
+        eos_token_id,
+        pad_token_id,
+        hidden_size,
+        intermediate_size,
+        num_hidden_layers,
+        num_attention_heads,
+        num_key_value_heads,
+        head_dim,
+        max_position_embeddings,
+        tie_word_embeddings,
+    )
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # Not torch.manual_seed: it would seed the accelerators too, whose state is not forked here.
+        torch.default_generator.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).float()
+    model.generation_config = GenerationConfig(
+        eos_token_id=eos_token_id, pad_token_id=pad_token_id, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
+    )
+    return model

@@ -1,0 +1,91 @@
+"""A round's pool and its file: what one policy sampled, scored and ready to train on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bapo.types import Batch, Rollout
+
+
+@dataclass(frozen=True)
+class Pool:
+    """`batch` [N, T]; `rows` names each of the N sequences as (group uid, sample index, seed).
+
+    `meta` holds plain values only: round, policy_version, next_prompt, tokens_total, sampling, metrics, timing.
+    """
+
+    batch: Batch
+    rows: tuple[tuple[str, int, int], ...]
+    meta: dict[str, Any]
+
+    def save(self, folder: Path) -> None:
+        """Two files; the JSON is renamed into place last, so it stands for a complete pool."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors, header = _paths(folder, self.meta["round"])
+        partial = tensors.with_suffix(".partial")
+        save_file({f.name: getattr(self.batch, f.name).contiguous() for f in fields(Batch)}, str(partial))
+        os.replace(partial, tensors)
+        partial = header.with_suffix(".partial")
+        partial.write_text(json.dumps({**self.meta, "rows": self.rows}, indent=1) + "\n")
+        os.replace(partial, header)
+
+
+def _paths(folder: Path, round_index: int) -> tuple[Path, Path]:
+    stem = folder / f"round_{round_index:05d}"
+    return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
+
+
+def load_meta(folder: Path, round_index: int) -> dict[str, Any] | None:
+    """What is known of a round without its tensors; None if it was never completed."""
+    header = _paths(folder, round_index)[1]
+    return json.loads(header.read_text()) if header.is_file() else None
+
+
+def load_pool(folder: Path, round_index: int) -> Pool | None:
+    """The pool of a round, or None if it was never completed."""
+    meta = load_meta(folder, round_index)
+    if meta is None:
+        return None
+    rows = tuple((uid, index, seed) for uid, index, seed in meta.pop("rows"))
+    return Pool(Batch(**load_file(str(_paths(folder, round_index)[0]))), rows, meta)
+
+
+def collate(rollouts: Sequence[Rollout], rewards: Tensor, advantages: Tensor, pad_id: int) -> Batch:
+    """Rows of token ids -> tensors [N, T]. `behaviour_logprobs` starts as a copy of `sampler_logprobs`.
+
+    Masks come from lengths, never from token values: the end-of-sequence token is trained on even where pad has the same id.
+    """
+    lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rollouts]
+    shape = (len(rollouts), max(lengths, default=0))
+    input_ids = torch.full(shape, pad_id)
+    attention_mask = torch.zeros(shape, dtype=torch.bool)
+    response_mask = torch.zeros(shape, dtype=torch.bool)
+    sampler_logprobs = torch.zeros(shape)
+    policy_version = torch.full(shape, -1)
+    for row, rollout in enumerate(rollouts):
+        assert len(rollout.response_ids) == len(rollout.sampler_logprobs) > 0, rollout.uid
+        response = slice(len(rollout.prompt_ids), lengths[row])
+        input_ids[row, : lengths[row]] = torch.tensor(rollout.prompt_ids + rollout.response_ids)
+        attention_mask[row, : lengths[row]] = True
+        response_mask[row, response] = True
+        sampler_logprobs[row, response] = torch.tensor(rollout.sampler_logprobs)
+        policy_version[row, response] = rollout.policy_version
+    return Batch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        response_mask=response_mask,
+        behaviour_logprobs=sampler_logprobs.clone(),
+        sampler_logprobs=sampler_logprobs,
+        policy_version=policy_version,
+        advantages=advantages.float(),
+        rewards=rewards.float(),
+    )

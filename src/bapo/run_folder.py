@@ -1,0 +1,135 @@
+"""A run's folder: where it is, and what stands in it besides metrics and checkpoints."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import secrets
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+PACKAGES = ("bapo", "torch", "lightning", "transformers", "peft", "hydra-core", "omegaconf", "safetensors", "wandb")
+SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+CHILD_RUN_DIR = "BAPO_RUN_DIR"  # tells the processes that Lightning starts for further devices which folder is theirs
+
+_STAMP = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
+
+
+def register_resolvers() -> None:
+    """`${bapo.run_dir:name,resume}` and `${bapo.stamp:}` for conf/train.yaml; safe to call again.
+
+    The stamp belongs to the process, not to the moment of resolving: a config that is resolved twice keeps its folder.
+    """
+    OmegaConf.register_new_resolver("bapo.stamp", lambda: _STAMP, replace=True)
+    OmegaConf.register_new_resolver("bapo.run_dir", _run_dir, replace=True)
+
+
+def _run_dir(name: Any, resume: Any) -> str:
+    if child := os.environ.get(CHILD_RUN_DIR):
+        return child
+    if resume is None:
+        return f"outputs/{folder_name(str(name))}/{_STAMP}"
+    if not (Path(str(resume)) / "config.yaml").is_file():
+        raise ValueError(f"resume is {str(resume)!r}; it must be a run folder, and there is no config.yaml in it")
+    return str(resume)
+
+
+def folder_name(name: str) -> str:
+    """`name` as one path component: no separators, no leading dot, at most 80 characters."""
+    return re.sub(r"[^\w.=+-]+", "_", name).lstrip(".")[:80] or "run"
+
+
+def redact(text: str) -> str:
+    """`text` without the values of environment variables and assignments that look like secrets."""
+    for variable, value in os.environ.items():
+        if SECRET_NAME.search(variable) and len(value) >= 6:
+            text = text.replace(value, "***")
+    return re.sub(r"(\S*(?:api_key|token|secret|password)=)(?!null\b)\S+", r"\1***", text, flags=re.IGNORECASE)
+
+
+def plain_config(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain containers, resolved, but for values that come from the environment: those stay `${oc.env:...}`."""
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, DictConfig):
+            return {str(key): _value(node, key) for key in node}
+        return [_value(node, index) for index in range(len(node))]
+
+    def _value(node: DictConfig | ListConfig, key: Any) -> Any:
+        raw = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index,call-overload]
+        if isinstance(raw, str) and "oc.env" in raw:
+            return raw
+        value = node[key]
+        if isinstance(value, DictConfig | ListConfig):
+            return plain(value)
+        return redact(value) if isinstance(value, str) else value
+
+    return plain(cfg)
+
+
+def open_run_folder(folder: Path, cfg: DictConfig) -> None:
+    """Makes the folder and writes config.yaml and provenance.json. A resumed run adds a line to commands.log only."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "commands.log").open("a") as commands:
+            commands.write(f"{datetime.now().isoformat(timespec='seconds')} {redact(' '.join(sys.argv))}\n")
+    except OSError as error:
+        raise ValueError(f"run folder {str(folder)!r} cannot be written: {error.strerror}") from error
+    if not (folder / "config.yaml").exists():
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
+        (folder / "provenance.json").write_text(json.dumps(provenance(), indent=1) + "\n")
+
+
+def provenance() -> dict[str, Any]:
+    """Command, git revision and package versions."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "command": redact(" ".join([Path(sys.executable).name, *sys.argv])),
+        "git_revision": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain")),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions,
+    }
+
+
+def _git(*args: str) -> str:
+    """git's answer about the source tree; "" without git or outside a checkout."""
+    try:
+        source = Path(__file__).parent
+        return subprocess.run(["git", *args], cwd=source, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def write_status(folder: Path, status: str, **facts: Any) -> None:
+    """status.json: `running`, `finished`, `interrupted` or `failed`, when, and the facts given. Replaced as a whole."""
+    target = folder / "status.json"
+    partial = target.with_suffix(".partial")
+    partial.write_text(
+        json.dumps({"status": status, "time": datetime.now().isoformat(timespec="seconds"), **facts}, indent=1) + "\n"
+    )
+    os.replace(partial, target)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint of the most updates in `folder`/checkpoints."""
+    found = [
+        (int(match[1]), path)
+        for path in (folder / "checkpoints").glob("*.ckpt")
+        if (match := re.match(r"update=(\d+)", path.name))
+    ]
+    return max(found)[1] if found else None

@@ -1,0 +1,1 @@
+"""Prompts and verifiers, one file per task; each class fulfils `bapo.types.Task`."""

@@ -1,0 +1,117 @@
+"""Small real things that tests share: a tokenizer, tiny random models in folders, an engine whose answers are scripted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test must not wait for a hub
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo.policy.tiny_qwen3 import tiny_qwen3
+from bapo.policy.tokenizer import character_tokenizer
+from bapo.tasks.digit_ops import DigitOps
+from bapo.types import Batch, Request, Rollout, SamplingParams, Scores
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    task = DigitOps()
+    return character_tokenizer(task.alphabet, task.eos)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
+    """A random Qwen3 of a few thousand parameters with its tokenizer, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("tiny_model")
+    model = tiny_qwen3(
+        len(tokenizer),
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class ScriptedEngine:
+    """Answers each request with `answer(request)` token ids; log-probs are -1. Records what it was asked."""
+
+    def __init__(self, answer: Callable[[Request], Sequence[int]], order: Callable[[list], list] = lambda r: r):
+        self.answer = answer
+        self.order = order
+        self.requests: list[Request] = []
+        self.loaded: list[int] = []
+        self.calls = 0
+        self.closed = False
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        assert dict(weights) is not None
+        self.loaded.append(version)
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
+        self.calls += 1
+        self.requests += requests
+        rollouts = []
+        for r in requests:
+            ids = tuple(self.answer(r))
+            rollouts.append(
+                Rollout(r.uid, r.sample_index, r.seed, r.prompt_ids, ids, (-1.0,) * len(ids), "stop", self.loaded[-1])
+            )
+        return self.order(rollouts)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FixedPolicy:
+    """A PolicyHandle at a given version whose every log-prob is -2."""
+
+    def __init__(self, version: int = 0):
+        self.at = version
+
+    def named_weights(self) -> list[tuple[str, Tensor]]:
+        return [("w", torch.zeros(1))]
+
+    def score(self, batch: Batch) -> Scores:
+        return Scores(torch.where(batch.response_mask, -2.0, 0.0), torch.zeros_like(batch.behaviour_logprobs))
+
+    def version(self) -> int:
+        return self.at
+
+
+def random_batch(rows: int, seed: int = 0, vocabulary: int = 15, prompt: int = 3, longest: int = 9, version: int = 0) -> Batch:
+    """Rows of random ids with responses of 1..longest tokens and random advantages of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (rows,), generator=generator)
+    width = prompt + int(lengths.max())
+    slots = torch.arange(width)
+    attention = slots < (prompt + lengths)[:, None]
+    response = attention & (slots >= prompt)
+    return Batch(
+        input_ids=torch.where(attention, torch.randint(2, vocabulary, (rows, width), generator=generator), 0),
+        attention_mask=attention,
+        response_mask=response,
+        behaviour_logprobs=torch.where(response, -3 * torch.rand(rows, width, generator=generator), 0.0),
+        sampler_logprobs=torch.zeros(rows, width),
+        policy_version=torch.where(response, version, -1),
+        advantages=torch.randn(rows, generator=generator),
+        rewards=torch.zeros(rows),
+    )

@@ -1,0 +1,229 @@
+"""From prompts to a pool: groups, order, seeds, files. FAULTS 18, 26, 29, 30, 32, 33."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+from conftest import FixedPolicy, ScriptedEngine
+
+from bapo.advantages import GroupRelativeAdvantage
+from bapo.rollouts.collector import Collector, Ranks, RolloutOptions
+from bapo.rollouts.pool import load_meta, load_pool
+from bapo.rollouts.schedule import Schedule, deal_minibatches, prompt_slots
+from bapo.rollouts.seeds import derive_seed
+from bapo.types import Prompt, SamplingParams
+
+VERSION = 5
+
+
+class Echo:
+    """Ten prompts `aK=`; the response `K` is right."""
+
+    def __init__(self, n: int = 10, text=lambda i: f"a{i}="):
+        self.rows = [Prompt(f"echo/{i}", text(i), str(i)) for i in range(n)]
+
+    def prompts(self, split: str) -> list[Prompt]:
+        return self.rows
+
+    def verify(self, prompt: Prompt, response: str) -> float:
+        return float(response == prompt.answer)
+
+
+def collector(engine, tokenizer, task=None, **options) -> Collector:
+    fields = {"prompts_per_round": 4, "group_size": 4, "max_attempts": 2} | options
+    rollout = RolloutOptions(engine=lambda: engine, sampling=SamplingParams(max_tokens=4), **fields)
+    return Collector(engine, task or Echo(), tokenizer, GroupRelativeAdvantage(), rollout, seed=3)
+
+
+def right_if(condition, tokenizer):
+    """Answers with the prompt's own digit where `condition(request)`, else with `x`; both end by EOS."""
+
+    def answer(request) -> list[int]:
+        digit = tokenizer.decode(request.prompt_ids)[1]
+        return [*tokenizer(digit if condition(request) else "x")["input_ids"], tokenizer.eos_token_id]
+
+    return answer
+
+
+def collect(engine, tokenizer, round_index=0, before=None, policy=None, **options):
+    engine.load_weights([], VERSION)
+    made = collector(engine, tokenizer, **options)
+    return made.collect(round_index, before or {}, policy or FixedPolicy(VERSION), 4, Ranks())
+
+
+def test_a_pool_holds_the_drawn_ids_with_advantages_joined_by_id(tokenizer):
+    answers_backwards = ScriptedEngine(right_if(lambda r: r.sample_index == 0, tokenizer), order=lambda r: r[::-1])
+    pool = collect(answers_backwards, tokenizer)
+    assert len(pool.batch) == 16
+    for row, (uid, index, seed) in enumerate(pool.rows):
+        number = uid.split("/")[1].split("@")[0]
+        expected = tokenizer(f"a{number}=" + (number if index == 0 else "x"))["input_ids"] + [tokenizer.eos_token_id]
+        assert pool.batch.input_ids[row].tolist() == expected
+        assert pool.batch.response_mask[row].tolist() == [False] * 3 + [True] * 2
+        assert float(pool.batch.rewards[row]) == float(index == 0)
+        assert float(pool.batch.advantages[row]) == pytest.approx(1.5 if index == 0 else -0.5)
+        assert seed == derive_seed(3, "train", 0, uid, index)
+    assert pool.batch.policy_version[pool.batch.response_mask].unique().tolist() == [VERSION]
+    assert pool.batch.behaviour_logprobs[pool.batch.response_mask].unique().tolist() == [-2.0]  # the trainer's
+    assert pool.batch.sampler_logprobs[pool.batch.response_mask].unique().tolist() == [-1.0]  # the engine's
+    assert pool.meta["metrics"]["mismatch/logp_abs_diff_max"] == 1.0
+    assert pool.meta["metrics"]["rollout/reward_mean"] == 0.25
+    assert pool.meta["metrics"]["rollout/unique_frac"] == 0.5
+    assert pool.meta["tokens_total"] == 32
+
+
+def test_text_is_never_encoded_again(tokenizer):
+    pieces = tokenizer("12")["input_ids"]
+    engine = ScriptedEngine(lambda r: [*pieces, tokenizer.eos_token_id] if r.sample_index else [pieces[0]])
+
+    class OnlyPrompts:
+        eos_token_id, pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        decode = tokenizer.decode
+
+        def __call__(self, text, **kwargs):
+            assert text.startswith("a"), "something other than a prompt is tokenised"
+            return tokenizer(text, **kwargs)
+
+    class LikesOne(Echo):
+        def verify(self, prompt, response):
+            return float(response == "1")
+
+    pool = collect(engine, OnlyPrompts(), task=LikesOne())
+    rows = [pool.batch.input_ids[i][pool.batch.response_mask[i]].tolist() for i in range(4)]
+    assert rows == [[pieces[0]]] + [[*pieces, tokenizer.eos_token_id]] * 3
+
+
+def test_groups_that_teach_nothing_are_dropped_whole_and_counted(tokenizer):
+    odd = lambda r: int(r.uid.split("/")[1].split("@")[0]) % 2 == 1 and r.sample_index == 0  # noqa: E731
+    pool = collect(ScriptedEngine(right_if(odd, tokenizer)), tokenizer, prompts_per_round=10)
+    assert len(pool.batch) == 20
+    assert {uid.split("@")[0] for uid, _, _ in pool.rows} == {f"echo/{i}" for i in (1, 3, 5, 7, 9)}
+    metrics = pool.meta["metrics"]
+    assert metrics["rollout/zero_std_frac"] == 0.5
+    assert (metrics["rollout/groups_drawn"], metrics["rollout/groups_kept"]) == (10, 5)
+    assert metrics["rollout/reward_mean"] == 5 / 40
+    assert metrics["rollout/response_length_correct_mean"] == 2
+
+
+def test_rows_with_equal_text_are_two_groups(tokenizer):
+    twins = Echo(2, text=lambda i: "a1=")
+    first_row_right = lambda r: r.uid.startswith("echo/1") and r.sample_index < 2  # noqa: E731
+    pool = collect(ScriptedEngine(right_if(first_row_right, tokenizer)), tokenizer, task=twins, prompts_per_round=2)
+    assert {uid for uid, _, _ in pool.rows} == {"echo/1@0"}
+
+
+def test_too_few_differing_groups_draw_more_then_fail_with_the_numbers(tokenizer):
+    late = lambda r: len(engine.requests) > 16 and r.sample_index == 0  # noqa: E731
+    engine = ScriptedEngine(right_if(late, tokenizer))
+    pool = collect(engine, tokenizer)
+    assert engine.calls == 2
+    assert pool.meta["next_prompt"] == 8
+    assert pool.meta["tokens_total"] == 64  # what the first draw cost is counted
+    engine = ScriptedEngine(right_if(lambda r: False, tokenizer))
+    with pytest.raises(RuntimeError, match=r"round 0: after rollout.max_attempts=2 draws only 0 of 32 responses"):
+        collect(engine, tokenizer)
+    assert engine.calls == 2
+
+
+def test_a_lost_response_is_an_error_not_a_smaller_group(tokenizer):
+    engine = ScriptedEngine(right_if(lambda r: True, tokenizer), order=lambda r: r[:-1])
+    with pytest.raises(RuntimeError, match="15 of 16"):
+        collect(engine, tokenizer)
+
+
+def test_seeds_are_distinct_and_repeat_with_the_run(tokenizer):
+    def seeds():
+        engine = ScriptedEngine(right_if(lambda r: r.sample_index == 0, tokenizer))
+        first = collect(engine, tokenizer, group_size=8)
+        collect(engine, tokenizer, 1, first.meta, group_size=8)
+        return [r.seed for r in engine.requests]
+
+    once = seeds()
+    assert len(once) == 64 == len(set(once))
+    assert once == seeds()
+
+
+def test_two_ranks_end_with_the_pool_of_one(tokenizer):
+    """Two threads play the ranks; real processes do in test_distributed."""
+    answer = right_if(lambda r: r.sample_index == 0, tokenizer)
+    alone = collect(ScriptedEngine(answer), tokenizer)
+    barrier, slots = Barrier(2), [None, None]
+
+    class Thread2(Ranks):
+        def gather(self, item):
+            slots[self.rank] = item
+            barrier.wait(timeout=10)
+            items = list(slots)
+            barrier.wait(timeout=10)
+            return items
+
+    def play(rank):
+        engine = ScriptedEngine(answer)
+        engine.load_weights([], VERSION)
+        pool = collector(engine, tokenizer).collect(0, {}, FixedPolicy(VERSION), 4, Thread2(rank, 2))
+        return pool, engine.requests
+
+    with ThreadPoolExecutor(2) as threads:
+        (first, asked), (second, asked_too) = threads.map(play, range(2))
+    assert len(asked) == len(asked_too) == 8
+    for pool in (first, second):
+        assert pool.rows == alone.rows
+        for name, value in vars(alone.batch).items():
+            assert torch.equal(getattr(pool.batch, name), value), name
+
+
+def test_a_pool_file_gives_back_the_same_pool(tokenizer, tmp_path):
+    pool = collect(ScriptedEngine(right_if(lambda r: r.sample_index == 0, tokenizer)), tokenizer)
+    assert load_pool(tmp_path, 0) is None
+    pool.save(tmp_path)
+    loaded = load_pool(tmp_path, 0)
+    assert loaded.rows == pool.rows
+    assert loaded.meta == pool.meta
+    for name, value in vars(pool.batch).items():
+        assert torch.equal(getattr(loaded.batch, name), value), name
+    assert load_meta(tmp_path, 0)["sampling"] == {"temperature": 1.0, "max_tokens": 4, "top_p": 1.0, "top_k": 0}
+    (tmp_path / "round_00000.json").unlink()  # a kill before the last rename
+    assert load_pool(tmp_path, 0) is None
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(("prompts", "rounds", "per_round"), [(10, 5, 4), (3, 4, 4)])
+def test_the_prompt_order_visits_each_prompt_once_per_data_epoch(prompts, rounds, per_round):
+    torch.manual_seed(prompts)  # the ambient state must not matter
+    whole = prompt_slots(prompts, 0, rounds * per_round, seed=1)
+    in_parts = [slot for r in range(rounds) for slot in prompt_slots(prompts, r * per_round, per_round, seed=1)]
+    assert whole == in_parts
+    epochs = [[index for index, e in whole if e == epoch] for epoch in range(rounds * per_round // prompts)]
+    assert all(sorted(e) == list(range(prompts)) for e in epochs)
+    assert len(set(whole)) == len(whole)
+    if prompts == 10:
+        assert epochs[0] != epochs[1]
+        assert prompt_slots(prompts, 0, 10, seed=2) != whole[:10]
+
+
+def test_minibatches_hold_every_row_once_and_differ_between_epochs():
+    parts = deal_minibatches(10, 4, seed=0, epoch=0)
+    assert [len(p) for p in parts] == [3, 3, 2, 2]
+    assert sorted(torch.cat(parts).tolist()) == list(range(10))
+    again, next_epoch = deal_minibatches(10, 4, 0, 0), deal_minibatches(10, 4, 0, 1)
+    assert torch.equal(torch.cat(parts), torch.cat(again))
+    assert not torch.equal(torch.cat(parts), torch.cat(next_epoch))
+
+
+def test_rounds_follow_from_epochs():
+    schedule = Schedule(epochs_per_round=2, minibatches_per_epoch=3)
+    assert [schedule.round_of(e) for e in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert schedule.updates_per_round == 6
+    with pytest.raises(ValueError, match=r"schedule.epochs_per_round is 0; it must be >= 1"):
+        Schedule(epochs_per_round=0)
+
+
+def test_pool_metadata_is_plain_json(tokenizer, tmp_path):
+    pool = collect(ScriptedEngine(right_if(lambda r: r.sample_index == 0, tokenizer)), tokenizer)
+    pool.save(tmp_path)
+    header = json.loads(Path(tmp_path / "round_00000.json").read_text())
+    assert header["policy_version"] == VERSION
+    assert len(header["rows"]) == 16
