@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
 from bapo.metrics import lookup
@@ -73,7 +74,7 @@ class BapoModule(L.LightningModule):
             parts.add(_state_metrics(micro, scores, self.global_step))
 
         row = parts.reduce(self._gather, float(denominator))
-        lr = self.optimizers().param_groups[0]["lr"]
+        lr = self._optimizer().param_groups[0]["lr"]
         grad_norm, stepped = self._step(row["policy/loss"], float(denominator))
         if stepped:
             row |= _bounds_metrics(bounds, row)
@@ -107,12 +108,12 @@ class BapoModule(L.LightningModule):
 
         A loss or gradient that is not finite, or one of no tokens, moves nothing: neither weights nor lr nor the step count.
         """
-        optimizer = self.optimizers()
+        optimizer, scheduler = self._optimizer(), self.lr_schedulers()
         norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.optimizer.max_grad_norm))
         stepped = tokens > 0 and math.isfinite(loss) and math.isfinite(norm)
         if stepped:
             optimizer.step()
-            self.lr_schedulers().step()
+            scheduler.step()  # type: ignore[union-attr]
             self.skips_in_a_row = 0
         else:
             self.skipped_updates += 1
@@ -128,6 +129,11 @@ class BapoModule(L.LightningModule):
             )
         return norm, stepped
 
+    def _optimizer(self) -> LightningOptimizer:
+        optimizer = self.optimizers()  # Lightning's wrapper: stepping it is what moves `global_step`
+        assert isinstance(optimizer, LightningOptimizer)
+        return optimizer
+
     @contextmanager
     def _synchronised(self, last: bool) -> Iterator[None]:
         """Ranks exchange gradients on the last micro-batch only."""
@@ -137,7 +143,11 @@ class BapoModule(L.LightningModule):
 
     def _gather(self, vector: Tensor) -> Tensor:
         """[n] -> [ranks, n]."""
-        return self.all_gather(vector) if self.trainer.world_size > 1 else vector[None]
+        if self.trainer.world_size == 1:
+            return vector[None]
+        gathered = self.all_gather(vector)
+        assert isinstance(gathered, Tensor)
+        return gathered
 
     def log_row(self, row: dict[str, float]) -> None:
         """One row per optimizer update, to every logger, with completed updates as its step."""
@@ -150,7 +160,7 @@ class BapoModule(L.LightningModule):
 
     # -- Lightning's hooks --
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         trainable = [p for p in self.policy.parameters() if p.requires_grad]
         optimizer, scheduler = self.optimizer.build(trainable, self.total_updates)
         return {"optimizer": optimizer, "lr_scheduler": scheduler}

@@ -204,7 +204,7 @@ def _build_training(parts: Mapping[str, Any], folder: Path) -> tuple[BapoModule,
     policy_options: PolicyOptions = parts["policy"]
     rollout, schedule, options = parts["rollout"], parts["schedule"], parts["trainer"]
     path: Any = policy_options.path or policy_options.warm_start(parts["task"])  # type: ignore[misc]
-    source = {"revision": policy_options.revision, "trust_remote_code": policy_options.trust_remote_code}
+    source: dict[str, Any] = {"revision": policy_options.revision, "trust_remote_code": policy_options.trust_remote_code}
     model = load_model(path, policy_options.dtype, **source)
     engine = rollout.engine(model_path=path, dtype=DTYPES[policy_options.dtype], **source)
     module = BapoModule(

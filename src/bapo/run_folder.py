@@ -64,7 +64,7 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
         return [_value(node, index) for index in range(len(node))]
 
     def _value(node: DictConfig | ListConfig, key: Any) -> Any:
-        raw = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index,call-overload]
+        raw = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]
         if isinstance(raw, str) and "oc.env" in raw:
             return raw
         value = node[key]

@@ -72,7 +72,7 @@ def draw(
     for uid, prompt in prompts:
         for index in range(samples):
             rollout = drawn[uid, index]
-            text = tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
+            text: Any = tokenizer.decode(list(rollout.response_ids), skip_special_tokens=True)
             judged.append(Sample(rollout, task.verify(prompt, text)))
     return judged
 

@@ -43,7 +43,7 @@ class SeededSampler(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         greedy = self.temperature == 0
         scores = scores.float() if greedy else scores.float() / self.temperature
-        logprobs = self.warpers(input_ids, scores).log_softmax(dim=-1)
+        logprobs = self.warpers(input_ids, scores).log_softmax(dim=-1)  # type: ignore[arg-type]
         if greedy:
             token = logprobs.argmax(dim=-1, keepdim=True)
         else:
