@@ -95,7 +95,7 @@ def gradient_of_one_update(folder: Path, batch: Batch, loss, budget: int) -> tup
     return seen[0], rows.rows[0][1]
 
 
-@pytest.mark.parametrize("loss", [replace(BAPO, target_positive_ratio=0.75), GRPO], ids=["bapo", "grpo"])
+@pytest.mark.parametrize("loss", [replace(BAPO, target_positive_ratio=0.78), GRPO], ids=["bapo", "grpo"])
 def test_gradient_bounds_and_metrics_do_not_depend_on_micro_batches(model_folder, loss):
     batch = replace(random_batch(8, seed=6), policy_version=torch.where(random_batch(8, seed=6).response_mask, -7, -1))
     longest = int(batch.lengths().max())
