@@ -81,12 +81,8 @@ def test_splits_depend_on_the_seed_alone() -> None:
     assert DigitOps(seed=3, train_size=10).prompts("test") == DigitOps(seed=3, train_size=9000).prompts("test")
     assert DigitOps(seed=3).prompts("test") != DigitOps(seed=4).prompts("test")
     # Pinned: another Python version must not move the held-out set.
-    assert [p.text for p in DigitOps().prompts("test")[:3]] == PINNED_TEST
-    assert DigitOps().demonstrations(2, seed=0) == PINNED_DEMONSTRATIONS
-
-
-PINNED_TEST = ["?"]
-PINNED_DEMONSTRATIONS = [("?", "?")]
+    assert [p.text for p in DigitOps().prompts("test")[:3]] == ["f15353=", "a39691=", "c33329="]
+    assert DigitOps().demonstrations(2, seed=0) == [("d58069=", "96085"), ("c20399=", "02399x02399x03992")]
 
 
 def test_demonstrations_are_deterministic_and_avoid_the_test_split() -> None:
@@ -105,7 +101,6 @@ def test_demonstrator_frequencies() -> None:
     task = DigitOps()
     pairs = task.demonstrations(60_000, seed=1)
     distinct = [(text, response.split("x")) for text, response in pairs if len(set(text[1:6])) == 5]  # operations seldom agree
-    copied = 0.0
     for letter, p in RIGHT_OPERATION.items():
         attempts = [tries for text, tries in distinct if text[0] == letter]
         answers = [OPERATIONS[letter](text[1:6]) for text, _ in distinct if text[0] == letter]

@@ -210,17 +210,16 @@ def test_the_check_sees_unsafe_code(source: str) -> None:
     assert unsafe_code("new.py", source.replace("True", "asked").replace("False", "True").replace("pickle", "json")) == []
 
 
+def distribution_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def test_what_the_code_imports_is_in_requirements_txt() -> None:
-    pinned = {
-        re.sub(r"[-_.]+", "-", line.split("==")[0]).lower()
-        for line in (ROOT / "requirements.txt").read_text().splitlines()
-        if "==" in line
-    }
-    distributions = importlib.metadata.packages_distributions()
-    optional = {"vllm"}
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    pinned = {distribution_name(line.split("==")[0]) for line in lines if "==" in line}
+    owners = importlib.metadata.packages_distributions()
+    known = sys.stdlib_module_names | {"bapo", "vllm"}  # vllm is optional, and imported only where it is used
     for path, source in sources():
-        for top in (
-            {name.split(".")[0] for name in imported(ast.parse(source), path)} - sys.stdlib_module_names - optional - {"bapo"}
-        ):
-            owners = {re.sub(r"[-_.]+", "-", owner).lower() for owner in distributions.get(top, [])}
-            assert owners & pinned, f"{path} imports {top} ({sorted(owners)}), which requirements.txt does not pin"
+        for package in {name.split(".")[0] for name in imported(ast.parse(source), path)} - known:
+            needed = {distribution_name(owner) for owner in owners.get(package, [])}
+            assert needed & pinned, f"{path} imports {package} ({sorted(needed)}), which requirements.txt does not pin"

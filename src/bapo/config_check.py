@@ -126,6 +126,7 @@ def nearest(key: str, known: set[str]) -> str | None:
 
 
 def _unknown(key: str, siblings: set[str], known: set[str]) -> str:
+    known = {k for k in known if k != key and not k.startswith(f"{key}.")}
     near = nearest(key, siblings) or nearest(key, known)
     return f"unknown key {key!r}" + (f"; nearest: {near!r}" if near else "") + f"; known here: {', '.join(sorted(siblings))}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 import transformers
+from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.utils import instantiate
@@ -38,6 +40,7 @@ from bapo.run_folder import CHILD_RUN_DIR, newest_checkpoint, open_run_folder, r
 
 log = logging.getLogger(__name__)
 
+CONF = Path(__file__).parents[2] / "conf"
 RESUME_MAY_CHANGE = ("trainer.max_rounds=",)
 
 
@@ -57,7 +60,8 @@ class PolicyOptions:
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.warm_start is None):
-            raise ValueError(f"policy.path is {self.path!r}; give either it or policy.warm_start, and the other null")
+            given = "null" if self.warm_start is None else "given"
+            raise ValueError(f"policy.path is {self.path!r} and policy.warm_start is {given}; exactly one must be given")
         if self.dtype not in DTYPES:
             raise ValueError(f"policy.dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.chunk_tokens < 1:
@@ -147,9 +151,12 @@ def build_parts(cfg: DictConfig) -> dict[str, Any]:
     try:
         parts = instantiate(config, _convert_="all")
     except Exception as error:
-        if isinstance(error.__cause__, ValueError):
-            raise ValueError(f"{error.__cause__}") from error
-        raise
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        message, at = str(error.__cause__), re.search(r"full_key: (\S+)", str(error))
+        if at and not message.startswith(at[1].split(".")[0]):
+            message = f"{at[1]}.{message}"
+        raise ValueError(message) from error
     config_check.check_sizes(parts)
     return parts
 
@@ -223,7 +230,7 @@ def _build_training(parts: Mapping[str, Any], folder: Path) -> tuple[BapoModule,
 
 def _build_loggers(cfg: DictConfig, parts: Mapping[str, Any], folder: Path, resume_step: int | None) -> list[Any]:
     """The CSV logger always, then those of the `logger` group."""
-    chosen = [make(run_dir=folder) for make in (parts["logger"] or {}).values()]
+    chosen = [make(save_dir=folder, resume_step=resume_step) for make in (parts["logger"] or {}).values()]
     return [CsvLogger(folder, resume_step), *chosen]
 
 
@@ -273,4 +280,12 @@ def _hush() -> None:
 
 
 def explain(error: Exception) -> str:
-    return str(error)
+    """What a user needs of an error: Hydra's notes on where it searched left out, the nearest key to a misspelt one added."""
+    message = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error)).split("\nConfig search path")[0]
+    message = re.sub(r"\n\s*(full_key|object_type)[:=].*", "", message).strip()
+    if isinstance(error, HydraException) and (match := re.search(r"Could not override '([^']+)'", message)):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            known = config_check.all_keys(OmegaConf.to_container(compose("train")))
+        near = config_check.nearest(match[1], known)
+        message = f"unknown key {match[1]!r}" + (f"; nearest: {near!r}" if near else "")
+    return message

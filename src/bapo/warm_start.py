@@ -48,16 +48,13 @@ class DemonstratedTask(Protocol):
     @property
     def alphabet(self) -> str:
         """Every character of prompts and responses, without `eos`."""
-        ...
 
     @property
     def eos(self) -> str:
         """The character that ends a response."""
-        ...
 
     def demonstrations(self, n: int, seed: int) -> Sequence[tuple[str, str]]:
         """Pairs (prompt text, response text without `eos`)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,16 +75,15 @@ class WarmStart:
     cache_dir: str = "outputs/cache"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "demonstrations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"lr is {self.lr}; it must be > 0 and finite")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; it must be >= 0")
+        for name, least in {"steps": 1, "batch_size": 1, "demonstrations": 1, "seed": 0}.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be an integer >= {least}")
+        if not isinstance(self.lr, int | float) or not 0 < self.lr < math.inf:
+            raise ValueError(f"lr is {self.lr!r}; it must be a finite number > 0")
         unknown = sorted(set(self.model) - set(_SIZES))
         if unknown:
-            raise ValueError(f"model has {unknown}; it takes {', '.join(_SIZES)}")
+            raise ValueError(f"model has {', '.join(unknown)}; it takes {', '.join(_SIZES)}")
         qwen3_config(vocab_size=2, eos_token_id=0, pad_token_id=1, **self.model)
 
     def __call__(self, task: DemonstratedTask) -> Path:
@@ -99,20 +95,20 @@ class WarmStart:
             return folder
         try:
             root.mkdir(parents=True, exist_ok=True)
+            lock = (root / f".{folder.name}.lock").open("w")
         except OSError as error:
             raise ValueError(f"cache_dir is {self.cache_dir!r}; it cannot be written: {error}") from error
-        building = root / f".{folder.name}.building"
-        with _lock(root / f".{folder.name}.lock"):
-            if _is_whole(folder):
-                log.info("warm start: another process has built %s", folder)
-                return folder
-            for leftover in (folder, building):
-                if leftover.exists():
-                    log.warning("warm start: %s is broken or was interrupted; building it again", leftover)
-                    shutil.rmtree(leftover)
-            building.mkdir()
-            self._build(task, building)
-            building.rename(folder)
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it when its holder dies
+            if not _is_whole(folder):
+                building = root / f".{folder.name}.building"
+                for leftover in (folder, building):
+                    if leftover.exists():
+                        log.warning("warm start: %s is broken or was interrupted; building it again", leftover)
+                        shutil.rmtree(leftover)
+                building.mkdir()
+                self._build(task, building)
+                building.rename(folder)
         return folder
 
     def _key(self, task: DemonstratedTask) -> str:
@@ -136,13 +132,8 @@ class WarmStart:
             raise ValueError(
                 f"model.max_position_embeddings is {room}; it must be >= {input_ids.shape[1]}, the longest demonstration"
             )
-        log.info(
-            "warm start: fitting %d parameters to %d demonstrations of %s (%d steps); once, then from the cache",
-            model.num_parameters(),
-            len(input_ids),
-            type(task).__name__,
-            self.steps,
-        )
+        note = "warm start: %d steps on %d demonstrations of %s; later runs take the result from the cache"
+        log.info(note, self.steps, self.demonstrations, type(task).__name__)
         losses = fit(model, input_ids, labels, steps=self.steps, batch_size=self.batch_size, lr=self.lr, seed=self.seed)
         loss = sum(losses[-50:]) / len(losses[-50:])
         if not math.isfinite(loss):
@@ -165,7 +156,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]])
     """
     check_alphabet(tokenizer, "".join(sorted({c for pair in pairs for text in pair for c in text})))
     prompts = tokenizer([prompt for prompt, _ in pairs])["input_ids"]
-    responses = [ids + [tokenizer.eos_token_id] for ids in tokenizer([response for _, response in pairs])["input_ids"]]
+    responses = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([response for _, response in pairs])["input_ids"]]
     width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
     input_ids, labels = [], []
     for prompt, response in zip(prompts, responses, strict=True):
@@ -243,14 +234,6 @@ def _quiet() -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()
 
 
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """One process at a time; the system lets go of it when its holder dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -259,6 +242,6 @@ def _is_whole(folder: Path) -> bool:
     """Does the folder hold its mark, and every file as the mark says?"""
     try:
         files = json.loads((folder / _MARK).read_text())["files"]
-        return all(_digest(folder / name) == digest for name, digest in files.items())
+        return bool(files) and all(_digest(folder / name) == digest for name, digest in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -15,27 +17,20 @@ from matplotlib.lines import Line2D
 Rows = Sequence[Mapping[str, float]]
 
 STEP = "trainer/global_step"
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-)  # Okabe and Ito: safe for colour-blind eyes
-DASHES = ("-", "--", ":", "-.")
-STYLE = {
+# Okabe and Ito's palette, then three of Tol's: safe for colour-blind eyes.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255", "#999933", "#888888")
+DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
+STYLE: Any = {
     "font.size": 10.5,
     "figure.titlesize": 12.5,
     "figure.titleweight": "bold",
     "axes.spines.right": False,
+    "axes.spines.top": False,
     "axes.grid": True,
     "axes.axisbelow": True,
+    "axes.formatter.limits": (-3, 5),
     "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.8,
-    "lines.linewidth": 1.8,
-    "legend.frameon": False,
+    "legend.edgecolor": "none",
     "legend.fontsize": 9.5,
 }
 MANY_POINTS = 60
@@ -44,11 +39,15 @@ MANY_POINTS = 60
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: metric -> legend. A metric `eval/*/avg@*` stands for every set that was evaluated."""
+    """One pair of axes. series: metric -> legend; HELD_OUT stands for every set that was evaluated.
+
+    log: a logarithmic axis where the values span much. smooth: a moving average where there are many.
+    """
 
     ylabel: str
     series: Mapping[str, str]
     log: bool = False
+    smooth: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,13 @@ class Run:
 
 
 HELD_OUT = "eval/*/avg@*"
+_RIGHT, _WRONG = "rollout/response_length_correct_mean", "rollout/response_length_incorrect_mean"
+_CLIPPED = {
+    "policy/clip_frac": "all",
+    "policy/clip_frac_high": "A > 0, above clip_high",
+    "policy/clip_frac_low": "A < 0, below clip_low",
+}
+_RATIOS = {"bounds/positive_ratio": "at the chosen bounds", "bounds/positive_ratio_start": "at the start of both ranges"}
 PICTURES = (
     Picture(
         "reward",
@@ -80,53 +86,26 @@ PICTURES = (
         "Clip bounds on the importance ratio",
         (Panel("upper bound", {"bounds/clip_high": "clip_high"}), Panel("lower bound", {"bounds/clip_low": "clip_low"})),
     ),
-    Picture(
-        "positive_ratio",
-        "Positive ratio",
-        (
-            Panel(
-                "share of mass with A > 0",
-                {"bounds/positive_ratio": "at the chosen bounds", "bounds/positive_ratio_start": "at the start of both ranges"},
-            ),
-        ),
-    ),
+    Picture("positive_ratio", "Positive ratio", (Panel("share of mass with A > 0", _RATIOS),)),
     Picture(
         "grad_norm",
         "Gradient norm and learning rate",
         (
             Panel("norm before clipping", {"policy/grad_norm": "gradient norm"}, log=True),
-            Panel("learning rate", {"policy/lr": "learning rate"}),
+            Panel("learning rate", {"policy/lr": "learning rate"}, smooth=False),
         ),
     ),
     Picture(
         "response_length",
         "Length of right and wrong answers",
-        (
-            Panel(
-                "mean length (tokens)",
-                {"rollout/response_length_correct_mean": "right", "rollout/response_length_incorrect_mean": "wrong"},
-            ),
-        ),
+        (Panel("mean length (tokens)", {_RIGHT: "right", _WRONG: "wrong"}),),
     ),
     Picture(
         "staleness",
         "Staleness of the trained tokens",
         (Panel("age (optimizer updates)", {"staleness/mean": "mean", "staleness/max": "largest"}),),
     ),
-    Picture(
-        "clip_frac",
-        "Clipped tokens",
-        (
-            Panel(
-                "share of trained tokens",
-                {
-                    "policy/clip_frac": "all",
-                    "policy/clip_frac_high": "A > 0, above clip_high",
-                    "policy/clip_frac_low": "A < 0, below clip_low",
-                },
-            ),
-        ),
-    ),
+    Picture("clip_frac", "Clipped tokens", (Panel("share of trained tokens", _CLIPPED),)),
 )
 
 
@@ -142,13 +121,14 @@ def points(rows: Rows, name: str) -> tuple[list[float], list[float]]:
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Centred mean over `window` values, over fewer at both ends."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    half = window // 2
-    spans = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
-    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
+    """Mean of every `window` neighbours, len(values) - window + 1 of them."""
+    sums = list(accumulate(values, initial=0.0))
+    return [(stop - start) / window for start, stop in zip(sums, sums[window:], strict=False)]
+
+
+def smoothing_window(rows: Rows) -> int:
+    """Points to average over: a whole round, whose own up and down then cancels, as long as a run has many rounds."""
+    return max(9, len(rows) // max(12, len(round_starts(rows))))
 
 
 def round_starts(rows: Rows) -> dict[int, float]:
@@ -188,11 +168,12 @@ def draw(picture: Picture, runs: Sequence[Run], path: Path) -> bool:
     if not panels:
         return False
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.6, 3.9 if len(panels) == 1 else 5.6), layout="constrained")
+        figure = Figure(figsize=(7.6, 4.6), layout="constrained")
         figure.suptitle(picture.title, x=0.01, ha="left")
-        grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        grid = list(figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0])
         for axes, (panel, names) in zip(grid, panels, strict=True):
             _draw_panel(axes, panel, names, runs)
+            _legend(axes, names, runs, name_runs=axes is grid[0])
         if len(runs) == 1:
             _mark_rounds(grid, runs[0])
         grid[-1].set_xlabel("optimizer updates")
@@ -201,41 +182,44 @@ def draw(picture: Picture, runs: Sequence[Run], path: Path) -> bool:
 
 
 def _draw_panel(axes: Axes, panel: Panel, names: Mapping[str, str], runs: Sequence[Run]) -> None:
-    """One run: a colour per metric. Several: a colour per run, a dash per metric."""
-    many = len(runs) > 1
+    """A dash per metric; a colour per metric too for one run, per run for several."""
     drawn: list[float] = []
     for r, run in enumerate(runs):
-        for s, (name, legend) in enumerate(names.items()):
+        window = smoothing_window(run.rows)
+        for s, name in enumerate(names):
             steps, values = points(run.rows, name)
             drawn += values
-            colour = COLOURS[(r if many else s) % len(COLOURS)]
-            dash = DASHES[s % len(DASHES)] if many else "-"
-            if len(values) > MANY_POINTS:
-                axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.15 if many else 0.4)
-                values = moving_average(values, max(9, len(values) // 25))
-            marker = "o" if len(values) <= MANY_POINTS else ""
-            axes.plot(steps, values, color=colour, linestyle=dash, marker=marker, markersize=3, label=legend)
-    levels = {level: text for run in runs for name in names for level, text in run.levels.get(name, {}).items()}
-    for level, text in levels.items():
-        axes.axhline(level, color="#444444", linestyle=":", linewidth=1.5, label=f"{text} {level:g}")
+            colour = COLOURS[(r if len(runs) > 1 else s) % len(COLOURS)]
+            few = len(values) <= max(MANY_POINTS, 2 * window)
+            if panel.smooth and not few:
+                axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.4 if len(runs) == 1 else 0.15)
+                steps, values = steps[window // 2 :], moving_average(values, window)
+            line = {"color": colour, "linestyle": DASHES[s % len(DASHES)], "linewidth": 1.8}
+            axes.plot(steps[: len(values)], values, marker="o" if few else "", markersize=3, **line)
+    for level in _levels(names, runs):
+        axes.axhline(level, color="#444444", linestyle=":", linewidth=1.5)
     axes.set_ylabel(panel.ylabel)
     if panel.log and min(drawn) > 0 and max(drawn) > 30 * min(drawn):
         axes.set_yscale("log")
-    _legend(axes, names, runs, levels)
 
 
-def _legend(axes: Axes, names: Mapping[str, str], runs: Sequence[Run], levels: Mapping[float, str]) -> None:
-    if len(runs) == 1:
-        if len(names) + len(levels) > 1:
-            axes.legend(loc="best")
-        return
-    handles = [Line2D([], [], color=COLOURS[r % len(COLOURS)], label=run.label) for r, run in enumerate(runs)]
-    if len(names) > 1:
-        handles += [
-            Line2D([], [], color="#666666", linestyle=DASHES[s % 4], label=text) for s, text in enumerate(names.values())
-        ]
-    handles += [Line2D([], [], color="#444444", linestyle=":", label=f"{text} {level:g}") for level, text in levels.items()]
-    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5))
+def _levels(names: Mapping[str, str], runs: Sequence[Run]) -> dict[float, str]:
+    return {level: text for run in runs for name in names for level, text in run.levels.get(name, {}).items()}
+
+
+def _legend(axes: Axes, names: Mapping[str, str], runs: Sequence[Run], name_runs: bool) -> None:
+    """Beside the axes for several runs, whose labels can be long."""
+    one = len(runs) == 1
+    handles = []
+    if not one and name_runs:
+        handles += [Line2D([], [], color=COLOURS[r % len(COLOURS)], label=run.label) for r, run in enumerate(runs)]
+    for s, text in enumerate(names.values()):
+        handles.append(Line2D([], [], color=COLOURS[s] if one else "#666666", linestyle=DASHES[s % len(DASHES)], label=text))
+    for level, text in _levels(names, runs).items():
+        handles.append(Line2D([], [], color="#444444", linestyle=":", label=f"{text} {level:g}"))
+    place = {"loc": "best"} if one else {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
+    if len(handles) > 1:
+        axes.legend(handles=handles, **place)
 
 
 def _mark_rounds(grid: Sequence[Axes], run: Run) -> None:

@@ -11,6 +11,7 @@ import base64
 import csv
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from bapo.analysis.figures import PICTURES, STEP, Run, draw, held_out_names, missing, points
+from bapo.analysis.figures import PICTURES, STEP, Picture, Rows, Run, draw, held_out_names, missing, points
 from bapo.metrics import METRICS
 
 CSS = """
@@ -35,15 +36,19 @@ pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: .85rem; }
 
 
 def read_rows(run_dir: Path) -> list[dict[str, float]]:
-    """The rows of metrics.csv, empty cells left out, a torn last line too. Raises ValueError when there is none."""
+    """The rows of metrics.csv, without their empty cells. Raises ValueError when there is none."""
     path = run_dir / "metrics.csv"
     if not path.is_file():
         raise ValueError(f"{path} is missing; is {run_dir} the folder of a run?")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    rows = [{key: float(cell) for key, cell in row.items() if cell} for row in csv.DictReader(lines)]
-    if not rows:
+    if not (rows := _whole_rows(path)):
         raise ValueError(f"{path} has no rows; the run stopped before its first update")
     return rows
+
+
+def _whole_rows(path: Path) -> list[dict[str, float]]:
+    """All but a last line that a kill cut short."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    return [{key: float(cell) for key, cell in row.items() if cell} for row in csv.DictReader(lines)]
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -74,16 +79,15 @@ def describe(section: object) -> str:
     for key, value in section.items():
         if _is_range(value):
             parts.append(f"{key} {value['start']} to {value.get('stop')}")
-        elif not key.startswith("_") and isinstance(value, str | int | float):
+        elif not str(key).startswith("_") and isinstance(value, str | int | float):
             parts.append(f"{key} {value}")
     return ", ".join(parts)
 
 
-def key_numbers(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> dict[str, str]:
+def key_numbers(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
     """What the top of a report says of the curves: label -> text."""
     facts = {"updates": f"{rows[-1][STEP]:.0f}"}
-    rounds = points(rows, "rollout/round")[1]
-    if rounds:
+    if rounds := points(rows, "rollout/round")[1]:
         facts["rounds"] = f"{max(rounds) + 1:.0f}"
     named = {"rollout/reward_mean": "reward", **{name: f"held-out {name[5:]}" for name in held_out_names(rows)}}
     for name, label in (named | {"policy/entropy": "entropy (nats)"}).items():
@@ -94,39 +98,32 @@ def key_numbers(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) 
             )
             facts[label] = f"{values[0]:.3f} first, {values[-1]:.3f} last{best}"
     for name in ("clip_low", "clip_high"):
-        values = points(rows, f"bounds/{name}")[1]
-        if values:
+        if values := points(rows, f"bounds/{name}")[1]:
             facts[f"mean {name}"] = f"{sum(values) / len(values):.3f}"
     moved = share_moved(rows, config.get("loss") or {})
-    if moved is not None:
-        facts["updates with a bound off its start"] = f"{moved:.0%}"
-    return facts
+    return facts if moved is None else facts | {"updates with a bound off its start": f"{moved:.0%}"}
 
 
-def share_moved(rows: Sequence[Mapping[str, float]], loss: Mapping[str, Any]) -> float | None:
+def share_moved(rows: Rows, loss: Mapping[str, Any]) -> float | None:
     """Share of updates in which clip_low or clip_high is not at its start; None when the config has no ranges."""
     starts = {f"bounds/{name}": loss[name]["start"] for name in ("clip_low", "clip_high") if _is_range(loss.get(name))}
     searched = [row for row in rows if any(name in row for name in starts)]
     if not searched:
         return None
-    return sum(any(abs(row[name] - start) > 1e-9 for name, start in starts.items() if name in row) for row in searched) / len(
-        searched
-    )
+    moved = [any(abs(row[name] - start) > 1e-9 for name, start in starts.items() if name in row) for row in searched]
+    return sum(moved) / len(moved)
 
 
 def wall_time(run_dir: Path) -> str | None:
-    """Seconds in updates, refills and evaluations over every session of the run; None when nothing was timed."""
+    """What timing.csv adds up to, over every session of the run; None when nothing was timed."""
     path = run_dir / "timing.csv"
     if not path.is_file():
         return None
-    with path.open(newline="", encoding="utf-8") as file:
-        seconds = sum(
-            float(cell) for row in csv.DictReader(file) for key, cell in row.items() if cell and key.startswith("time/")
-        )
+    seconds = sum(value for row in _whole_rows(path) for name, value in row.items() if name.startswith("time/"))
     return f"{seconds / 60:.1f} min" if seconds else None
 
 
-def summary(run_dir: Path, rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> dict[str, str]:
+def summary(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
     """The table at the top: label -> text."""
     status_file = run_dir / "status.json"
     status = json.loads(status_file.read_text(encoding="utf-8")) if status_file.is_file() else {}
@@ -142,46 +139,47 @@ def summary(run_dir: Path, rows: Sequence[Mapping[str, float]], config: Mapping[
     return facts | ({"time in updates, refills and evaluations": time} if time else {})
 
 
-def page(
-    title: str, subtitle: str, facts: Mapping[str, Mapping[str, str]], runs: Sequence[Run], figures: Path, details: str
-) -> str:
-    """Draw every picture into `figures` and return the HTML around them. facts: run label -> its table."""
-    figures.mkdir(parents=True, exist_ok=True)
-    parts, absent = [], []
-    for picture in PICTURES:
-        path = figures / f"{picture.stem}.png"
-        absent += missing(runs, picture)
-        if not draw(picture, runs, path):
-            path.unlink(missing_ok=True)
-            continue
-        image = base64.b64encode(path.read_bytes()).decode()
-        shown = [name for panel in picture.panels for name in panel.series if name not in absent]
-        caption = "; ".join(f"{name}: {METRICS[name].formula}" for name in shown if name in METRICS)
-        parts.append(
-            f'<figure><img alt="{escape(picture.title)}" src="data:image/png;base64,{image}"><figcaption>{escape(caption)}</figcaption></figure>'
-        )
-    note = (
-        f'<p class="sub">Not drawn, because the run logged no such metric: {escape(", ".join(absent))}.</p>' if absent else ""
-    )
+def figure(picture: Picture, path: Path, absent: Sequence[str]) -> str:
+    """The drawn picture as HTML, with the formulas of its metrics below."""
+    image = base64.b64encode(path.read_bytes()).decode()
+    shown = [name for panel in picture.panels for name in panel.series if name not in absent and name in METRICS]
+    caption = "; ".join(f"{name}: {METRICS[name].formula}" for name in shown)
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head><body>\n"
-        f'<h1>{escape(title)}</h1><p class="sub">{escape(subtitle)}</p>\n{table(facts)}\n'
-        f'<div class="figures">\n{"\n".join(parts)}\n</div>\n{note}\n{details}\n</body></html>\n'
+        f'<figure><img alt="{escape(picture.title)}" src="data:image/png;base64,{image}">'
+        f"<figcaption>{escape(caption)}</figcaption></figure>\n"
     )
 
 
 def table(facts: Mapping[str, Mapping[str, str]]) -> str:
     """A column per run, a line per fact; the runs' labels head it where there are several."""
-    labels = list(dict.fromkeys(label for column in facts.values() for label in column))
-    head = "<tr><th></th>" + "".join(f"<th>{escape(run)}</th>" for run in facts) + "</tr>" if len(facts) > 1 else ""
-    body = "".join(
-        f"<tr><th>{escape(label)}</th>"
-        + "".join(f"<td>{escape(column.get(label, ''))}</td>" for column in facts.values())
-        + "</tr>"
-        for label in labels
+    head = "<tr><th></th>" + "".join(f"<th>{escape(run)}</th>" for run in facts) + "</tr>\n" if len(facts) > 1 else ""
+    lines = [
+        f"<tr><th>{escape(label)}</th>" + "".join(f"<td>{escape(column.get(label, ''))}</td>" for column in facts.values())
+        for label in dict.fromkeys(label for column in facts.values() for label in column)
+    ]
+    return f'<div class="wide"><table>\n{head}{"".join(line + "</tr>" for line in lines)}\n</table></div>'
+
+
+def page(
+    title: str, subtitle: str, facts: Mapping[str, Mapping[str, str]], runs: Sequence[Run], figures: Path, details: str
+) -> str:
+    """Draw every picture into `figures` and return the HTML around them. facts: run label -> its table."""
+    figures.mkdir(parents=True, exist_ok=True)
+    images, absent = "", []
+    for picture in PICTURES:
+        path = figures / f"{picture.stem}.png"
+        absent += missing(runs, picture)
+        if draw(picture, runs, path):
+            images += figure(picture, path, absent)
+        else:
+            path.unlink(missing_ok=True)
+    note = f'<p class="sub">Not drawn, for want of the metric: {escape(", ".join(absent))}.</p>' if absent else ""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{CSS}</style></head><body>\n"
+        f'<h1>{escape(title)}</h1><p class="sub">{escape(subtitle)}</p>\n{table(facts)}\n'
+        f'<div class="figures">\n{images}</div>\n{note}\n{details}\n</body></html>\n'
     )
-    return f'<div class="wide"><table>{head}{body}</table></div>'
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -207,6 +205,8 @@ def write_report(run_dir: str | Path) -> Path:
 
 def write_comparison(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """Overlay several runs in OUT/comparison.html and OUT/comparison_figures; OUT is their common parent unless given."""
+    if not run_dirs:
+        raise ValueError("run_dirs is empty; a comparison needs the folders of runs")
     folders = [Path(run_dir).resolve() for run_dir in run_dirs]
     parent = Path(os.path.commonpath([folder.parent for folder in folders]))
     target = parent if out is None else Path(out)
@@ -231,8 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.out and len(args.run_dirs) == 1:
         parser.error("--out is for comparisons; the report of one run goes into its folder")
+    # A sweep's folder/* holds more than runs.
+    runs = [path for path in args.run_dirs if len(args.run_dirs) == 1 or (path / "metrics.csv").is_file()]
+    if skipped := [str(path) for path in args.run_dirs if path not in runs]:
+        print("skipped, no metrics.csv in them:", *skipped, file=sys.stderr)
     try:
-        path = write_report(args.run_dirs[0]) if len(args.run_dirs) == 1 else write_comparison(args.run_dirs, args.out)
+        path = write_report(args.run_dirs[0]) if len(args.run_dirs) == 1 else write_comparison(runs, args.out)
     except ValueError as error:
         parser.error(str(error))
     print(path)

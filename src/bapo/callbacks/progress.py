@@ -104,7 +104,7 @@ class ProgressDisplay(Callback):
     def __init__(self, live: bool | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.live = live
         self.now = now
-        self.metrics: dict[str, Any] = {}
+        self._numbers: dict[str, str] = {}
         self._phase = "refill"
         self._since_report = 0
         self._trainer: Trainer | None = None
@@ -143,14 +143,14 @@ class ProgressDisplay(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (pace := self._pace) is None:
             return
-        if trainer.global_step == 0 and (start := shown(self.metrics)):
-            self._line("before training  " + _joined(start))
+        if trainer.global_step == 0 and self._numbers:
+            self._line("before training  " + _joined(self._numbers))
         if trainer.current_epoch // pace.epochs_per_round != pace.round or not pace.rounds:
             self._report()
             pace.rounds += 1
         pace.epoch = trainer.current_epoch
-        done = trainer.fit_loop.batch_idx + 1  # more than 0 when a run resumes inside an epoch
-        pace.expect(trainer.global_step, trainer.num_training_batches - done, trainer.num_training_batches)
+        # Taken to start at its beginning; after a resume inside an epoch the next update sets it right.
+        pace.expect(trainer.global_step, trainer.num_training_batches, trainer.num_training_batches)
         self._phase = "train"
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
@@ -180,14 +180,14 @@ class ProgressDisplay(Callback):
     def _look(self) -> None:
         """Copied while they are new: at an epoch's end Lightning brings values of its start back."""
         assert self._trainer is not None
-        self.metrics = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
+        self._numbers = shown(self._trainer.callback_metrics)
 
     def _report(self) -> None:
         """One line of the round so far. Called when the next one begins, after the evaluation that follows the last update."""
         if (pace := self._pace) is None or not self._since_report:
             return
         self._since_report = 0
-        self._line(f"{pace.where()}  updates {pace.updates_of()}  {_joined(shown(self.metrics))}  {pace.times()}")
+        self._line(f"{pace.where()}  updates {pace.updates_of()}  {_joined(self._numbers)}  {pace.times()}")
 
     def _line(self, line: str) -> None:
         if not self._is_live:
@@ -210,7 +210,7 @@ class ProgressDisplay(Callback):
         bar.add_column(ratio=1)
         bar.add_column(justify="right")
         bar.add_row(ProgressBar(total=pace.total, completed=pace.updates), f"{pace.updates_of()} updates")
-        numbers = Text("  ").join(Text.assemble((label, "dim"), f" {value}") for label, value in shown(self.metrics).items())
+        numbers = Text("  ").join(Text.assemble((label, "dim"), f" {value}") for label, value in self._numbers.items())
         return Group(top, bar, numbers)
 
 

@@ -73,8 +73,8 @@ class CausalLMPolicy(nn.Module):
 def switch_off_dropout(model: nn.Module) -> None:
     """Sets every dropout to 0: with it the same weights would score a token differently in each pass, and no ratio is 1."""
     found = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0]
-    for module in found:
-        module.p = 0.0
+    for dropout in found:
+        dropout.p = 0.0
     functional = False
     for module in model.modules():
         for name, value in list(vars(module).items()):

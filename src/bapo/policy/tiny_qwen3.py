@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -20,7 +22,7 @@ def qwen3_config(
     tie_word_embeddings: bool = False,
 ) -> Qwen3Config:
     """The checked sizes as a `Qwen3Config`. ValueError names the size that cannot be."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
@@ -39,51 +41,22 @@ def qwen3_config(
         )
     if head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}; it must be even, for rotary embeddings")
+    if not isinstance(tie_word_embeddings, bool):
+        raise ValueError(f"tie_word_embeddings is {tie_word_embeddings!r}; it must be true or false")
     for name, value in {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}.items():
         if not 0 <= value < vocab_size:
             raise ValueError(f"{name} is {value}; it must be in [0, {vocab_size}), the vocabulary")
-    return Qwen3Config(
-        **sizes,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        bos_token_id=None,
-        tie_word_embeddings=tie_word_embeddings,
-        dtype="float32",
-    )
+    special: dict[str, Any] = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "bos_token_id": None}
+    return Qwen3Config(**sizes, **special, tie_word_embeddings=tie_word_embeddings, dtype="float32")
 
 
-def tiny_qwen3(
-    vocab_size: int,
-    eos_token_id: int,
-    pad_token_id: int,
-    hidden_size: int = 64,
-    intermediate_size: int = 128,
-    num_hidden_layers: int = 2,
-    num_attention_heads: int = 4,
-    num_key_value_heads: int = 2,
-    head_dim: int = 16,
-    max_position_embeddings: int = 64,
-    tie_word_embeddings: bool = False,
-    seed: int = 0,
-) -> Qwen3ForCausalLM:
-    """A new float32 model on the CPU; the defaults have 0.08M parameters. `seed` alone decides the weights.
+def tiny_qwen3(vocab_size: int, eos_token_id: int, pad_token_id: int, *, seed: int = 0, **sizes: Any) -> Qwen3ForCausalLM:
+    """A new float32 model on the CPU; `sizes` are those of `qwen3_config`, whose defaults have 0.08M parameters.
 
-    Its generation config stops at EOS and samples the bare distribution. The neutral values are written out because an absent
-    `top_k` means 50 to transformers.
+    `seed` alone decides the weights; the ambient random state stays as it is. The generation config stops at EOS and samples
+    the bare distribution: its neutral values are written out because an absent `top_k` means 50 to transformers.
     """
-    config = qwen3_config(
-        vocab_size,
-        eos_token_id,
-        pad_token_id,
-        hidden_size,
-        intermediate_size,
-        num_hidden_layers,
-        num_attention_heads,
-        num_key_value_heads,
-        head_dim,
-        max_position_embeddings,
-        tie_word_embeddings,
-    )
+    config = qwen3_config(vocab_size, eos_token_id, pad_token_id, **sizes)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # Not torch.manual_seed: it would seed the accelerators too, whose state is not forked here.
         torch.default_generator.manual_seed(seed)
