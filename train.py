@@ -3,7 +3,8 @@
 import hydra
 from omegaconf import DictConfig
 
-from bapo.run import cli, run
+from bapo.cli import cli
+from bapo.run import run
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

@@ -35,7 +35,9 @@ ROWS: dict[str, set[str]] = {
     "analysis": CORE | {"run_folder"},
     "callbacks": CORE | {"evaluation"},
 }
-ROWS["run"] = set(ROWS)
+ROWS["options"] = CORE
+ROWS["cli"] = {"run_folder", "config_check"}
+ROWS["run"] = set(ROWS) - {"cli"}
 
 # The mathematics stands on torch alone, so that it can be read, tested and reused without a trainer.
 THIRD_PARTY: dict[str, set[str]] = {

@@ -130,6 +130,16 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str], display_first: bool) ->
     assert capsys.readouterr().out == LINES
 
 
+def test_a_line_has_the_held_out_accuracy_of_its_own_round_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = ToyEvaluation.evaluate
+    monkeypatch.setattr(ToyEvaluation, "evaluate", lambda self, module, value: value == 0.5 or evaluate(self, module, value))
+    toy_fit(None)
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.findall(r"avg@1 \S+", line) for line in lines] == [[], ["avg@1 0.100"], ["avg@1 0.300"], [], ["avg@1 0.700"]]
+
+
 def test_the_last_line_tells_where_a_run_broke_off(capsys: pytest.CaptureFixture[str]) -> None:
     def boom(step: int) -> None:
         if step == 10:

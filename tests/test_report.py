@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bapo.analysis.figures import Panel, Picture, Run, has, missing, moving_average, points, round_starts, smoothing_window
+from bapo.analysis.labels import distinguish
 from bapo.analysis.report import describe, levels, main, share_moved, write_comparison, write_report
 
 STEMS = ["clip_bounds", "clip_frac", "entropy", "grad_norm", "positive_ratio", "response_length", "reward", "staleness"]
@@ -19,6 +20,7 @@ loss:
   clip_low: {_target_: bapo.losses.clip_bounds.BoundRange, start: 0.6, stop: 0.9, step: 0.02}
   clip_high: {_target_: bapo.losses.clip_bounds.BoundRange, start: 1.2, stop: 3.0, step: 0.05}
 policy:
+  _target_: bapo.run.PolicyOptions
   path: org/model-0.6B
 """
 
@@ -102,7 +104,7 @@ def test_report_of_a_run(tmp_path: Path) -> None:
     assert dict(page.rows) == {
         "status": "finished",
         "loss": "BapoLoss, target_positive_ratio 0.55, clip_low 0.6 to 0.9, clip_high 1.2 to 3.0",
-        "policy": "path org/model-0.6B",
+        "model": "org/model-0.6B",
         "seed": "7",
         "updates": "4",
         "rounds": "2",
@@ -166,14 +168,14 @@ def test_a_run_with_nothing_to_show_is_an_error(tmp_path: Path, capsys: pytest.C
 
 
 def test_comparison_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for label in ("a/0", "b/1"):
-        make_run(tmp_path / label)
+    make_run(tmp_path / "a/0")
+    (make_run(tmp_path / "b/1") / "config.yaml").write_text(CONFIG.replace("seed: 7", "seed: 8"))
     main([str(tmp_path / "a/0"), str(tmp_path / "b/1"), str(tmp_path / "b")])
     out, err = capsys.readouterr()
     assert out.strip() == str(tmp_path / "comparison.html")
     assert err.strip() == f"skipped, no metrics.csv in them: {tmp_path / 'b'}"
     page = Page((tmp_path / "comparison.html").read_text())
-    assert page.rows[0] == ["", "a/0", "b/1"]
+    assert page.rows[0] == ["", "a/0: name demo, seed 7", "b/1: name NAME, seed 8"]
     assert ["mean clip_high", "1.775", "1.775"] in page.rows
     assert sorted(file.stem for file in (tmp_path / "comparison_figures").iterdir()) == STEMS
     assert not (tmp_path / "a/0/report.html").exists()
@@ -220,3 +222,19 @@ def test_every_evaluated_set_is_a_series() -> None:
     panel = Panel("", {"rollout/reward_mean": "reward", "eval/*/avg@*": ""})
     assert has(runs, panel) == {"eval/a/avg@1": "held-out: a avg@1", "eval/b/avg@4": "held-out: b avg@4"}
     assert missing(runs, Picture("", "", (panel,))) == ["rollout/reward_mean"]
+
+
+def test_labels_of_a_sweep_over_losses_and_seeds() -> None:
+    bapo = {"_target_": "bapo.losses.BapoLoss", "target_positive_ratio": 0.55, "clip_high": {"start": 1.2}}
+    grpo, higher = ({"_target_": "bapo.losses.FixedClipLoss", "clip_low": 0.8, "clip_high": high} for high in (1.2, 1.28))
+    configs = [{"loss": loss, "seed": seed, "lr": 0.1} for loss in (bapo, grpo, higher) for seed in (0, 1)]
+    assert distinguish(configs) == [
+        "BapoLoss, seed 0",
+        "BapoLoss, seed 1",
+        "FixedClipLoss, seed 0, clip_high 1.2",
+        "FixedClipLoss, seed 1, clip_high 1.2",
+        "FixedClipLoss, seed 0, clip_high 1.28",
+        "FixedClipLoss, seed 1, clip_high 1.28",
+    ]
+    assert distinguish(configs[:1]) == distinguish([{}]) == [""]
+    assert distinguish([{"a": 1}, {"a": 1}, {"a": 2}]) == ["a 1", "a 1", "a 2"]

@@ -154,9 +154,8 @@ def wandb_logger(
     """A new W&B run of its own, written below `save_dir`; online when W&B finds a key, offline otherwise, and never a prompt.
 
     WANDB_MODE decides when it is set. The key is looked for where W&B looks: WANDB_API_KEY, its settings files, the netrc entry
-    of its host. An offline run cannot be resumed, so a resumed job opens a new run and `resume_step` goes
-    unused: give both the same `group`.
-    Console, code, git state and command line are not captured; the run folder has them. Close it with `finish`.
+    of its host. An offline run cannot be resumed, so a resumed job opens a new run, whatever `resume_step`: give both the same
+    `group`. Console, code, git state and command line are not captured; the run folder has them. Close it with `finish`.
     Raises ValueError when WANDB_MODE asks for an online run and there is no key.
     """
     import wandb

@@ -5,26 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
-import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-import transformers
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from bapo import config_check
 from bapo.analysis.report import write_report
@@ -34,66 +25,14 @@ from bapo.callbacks.stop import StopOnSignal
 from bapo.data.datamodule import RolloutDataModule
 from bapo.loggers import CsvLogger, finish
 from bapo.module import BapoModule
+from bapo.options import PolicyOptions, TrainerOptions
 from bapo.policy.causal_lm import DTYPES, CausalLMPolicy, load_model, load_tokenizer
 from bapo.rollouts.collector import Collector
-from bapo.run_folder import CHILD_RUN_DIR, newest_checkpoint, open_run_folder, redact, register_resolvers, write_status
+from bapo.run_folder import CHILD_RUN_DIR, newest_checkpoint, open_run_folder, redact, write_status
 
 log = logging.getLogger(__name__)
 
-CONF = Path(__file__).parents[2] / "conf"
 RESUME_MAY_CHANGE = ("trainer.max_rounds=",)
-
-
-@dataclass(frozen=True)
-class PolicyOptions:
-    """A model folder or hub id (`path`, with `revision`), or a small model made here by `warm_start`(task): exactly one.
-
-    `chunk_tokens`: tokens whose logits exist at a time.
-    """
-
-    path: str | None = None
-    warm_start: Callable[[Any], Path] | None = None
-    revision: str | None = None
-    dtype: str = "float32"
-    trust_remote_code: bool = False
-    chunk_tokens: int = 4096
-
-    def __post_init__(self) -> None:
-        if (self.path is None) == (self.warm_start is None):
-            given = "null" if self.warm_start is None else "given"
-            raise ValueError(f"policy.path is {self.path!r} and policy.warm_start is {given}; exactly one must be given")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"policy.dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
-        if self.chunk_tokens < 1:
-            raise ValueError(f"policy.chunk_tokens is {self.chunk_tokens}; it must be >= 1")
-        local = self.path is not None and (self.path.startswith((".", "/", "~")) or Path(self.path).exists())
-        if local and not (Path(str(self.path)).expanduser() / "config.json").is_file():
-            raise ValueError(f"policy.path is {self.path!r}; there is no config.json in that folder")
-
-
-@dataclass(frozen=True)
-class TrainerOptions:
-    """`max_rounds` pools are trained on; the rest is Lightning's. `micro_batch_tokens`: padded tokens per forward pass."""
-
-    max_rounds: int
-    accelerator: str = "cpu"
-    devices: int = 1
-    num_nodes: int = 1
-    strategy: str = "auto"
-    precision: str = "32-true"
-    micro_batch_tokens: int = 16384
-
-    def __post_init__(self) -> None:
-        for name in ("max_rounds", "devices", "num_nodes", "micro_batch_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"trainer.{name} is {getattr(self, name)}; it must be >= 1")
-        # Sharded strategies need their own gradient norm and weight export; fp16 needs a gradient scaler.
-        for name, choices in (
-            ("strategy", ("auto", "ddp", "ddp_find_unused_parameters_false")),
-            ("precision", ("32-true", "bf16-mixed", "bf16-true")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"trainer.{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
 
 
 def run(cfg: DictConfig) -> dict[str, float]:
@@ -236,56 +175,3 @@ def _build_loggers(cfg: DictConfig, parts: Mapping[str, Any], folder: Path, resu
 
 def _updates_of(checkpoint: Path | None) -> int:
     return 0 if checkpoint is None else int(torch.load(checkpoint, weights_only=True, mmap=True)["global_step"])
-
-
-def checkpoints(dirpath: Path, every_n_updates: int = 16) -> ModelCheckpoint:
-    """Lightning's checkpoint callback: every `every_n_updates` optimizer updates, the newest one kept."""
-    if every_n_updates < 1:
-        raise ValueError(f"callbacks.checkpoint.every_n_updates is {every_n_updates}; it must be >= 1")
-    return ModelCheckpoint(
-        dirpath,
-        filename="update={step:06d}",
-        auto_insert_metric_name=False,
-        every_n_train_steps=every_n_updates,
-        save_on_train_epoch_end=False,
-    )
-
-
-def cli(main: Callable[[], Any]) -> None:
-    """Runs a Hydra main function; a mistake in the config ends in one clear message, anything else in its traceback."""
-    register_resolvers()
-    _hush()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them
-    try:
-        main()
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {redact(explain(error))}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-
-
-def _hush() -> None:
-    """Keeps off the screen what libraries say of things that are meant here."""
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    for message in (
-        ".*module.*in eval mode at the start of training",  # dropout is off for good, so the mode says nothing
-        "Using ModelCheckpoint with manual optimization",  # the state after an update is the state wanted
-        ".*LeafSpec.*is deprecated",
-        ".*does not have many workers",  # mini-batches are in memory
-        ".*Checkpoint directory .* exists and is not empty",  # as it must be for a resumed run
-    ):
-        warnings.filterwarnings("ignore", message=message)
-
-
-def explain(error: Exception) -> str:
-    """What a user needs of an error: Hydra's notes on where it searched left out, the nearest key to a misspelt one added."""
-    message = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error)).split("\nConfig search path")[0]
-    message = re.sub(r"\n\s*(full_key|object_type)[:=].*", "", message).strip()
-    if isinstance(error, HydraException) and (match := re.search(r"Could not override '([^']+)'", message)):
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            known = config_check.all_keys(OmegaConf.to_container(compose("train")))
-        near = config_check.nearest(match[1], known)
-        message = f"unknown key {match[1]!r}" + (f"; nearest: {near!r}" if near else "")
-    return message

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from bapo.analysis.figures import PICTURES, STEP, Picture, Rows, Run, draw, held_out_names, missing, points
+from bapo.analysis.labels import distinguish
 from bapo.metrics import METRICS
 
 CSS = """
@@ -127,10 +128,12 @@ def summary(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> dict[str, s
     """The table at the top: label -> text."""
     status_file = run_dir / "status.json"
     status = json.loads(status_file.read_text(encoding="utf-8")) if status_file.is_file() else {}
+    policy = config.get("policy") or {}
+    made_here = (policy.get("warm_start") or {}).get("model")
     known = {
         "status": status.get("status"),
         "loss": config.get("loss"),
-        "policy": config.get("policy"),
+        "model": policy.get("path") or made_here or policy or None,
         "seed": config.get("seed"),
     }
     facts = {label: describe(value) for label, value in known.items() if value is not None}
@@ -207,13 +210,14 @@ def write_comparison(run_dirs: Sequence[str | Path], out: str | Path | None = No
     """Overlay several runs in OUT/comparison.html and OUT/comparison_figures; OUT is their common parent unless given."""
     if not run_dirs:
         raise ValueError("run_dirs is empty; a comparison needs the folders of runs")
-    folders = [Path(run_dir).resolve() for run_dir in run_dirs]
+    folders = list(dict.fromkeys(Path(run_dir).resolve() for run_dir in run_dirs))
     parent = Path(os.path.commonpath([folder.parent for folder in folders]))
     target = parent if out is None else Path(out)
+    configs = [read_config(folder) for folder in folders]
     runs, facts = [], {}
-    for folder in dict.fromkeys(folders):
-        rows, config = read_rows(folder), read_config(folder)
-        label = str(folder.relative_to(parent))
+    for folder, config, label in zip(folders, configs, distinguish(configs), strict=True):
+        label = f"{folder.relative_to(parent)}: {label}" if label else str(folder.relative_to(parent))
+        rows = read_rows(folder)
         runs.append(Run(label, rows, levels(config)))
         facts[label] = summary(folder, rows, config)
     html = page("Comparison", f"{len(runs)} runs", facts, runs, target / "comparison_figures", "")

@@ -105,6 +105,7 @@ class ProgressDisplay(Callback):
         self.live = live
         self.now = now
         self._numbers: dict[str, str] = {}
+        self._evaluated = False
         self._phase = "refill"
         self._since_report = 0
         self._trainer: Trainer | None = None
@@ -117,6 +118,7 @@ class ProgressDisplay(Callback):
         if name not in PHASES:
             raise ValueError(f"phase is {name!r}; it must be one of {', '.join(PHASES)}")
         self._phase = name
+        self._evaluated |= name == "eval"
         if self._pace is not None:
             self._pace.settle()
             self._look()
@@ -186,8 +188,9 @@ class ProgressDisplay(Callback):
         """One line of the round so far. Called when the next one begins, after the evaluation that follows the last update."""
         if (pace := self._pace) is None or not self._since_report:
             return
-        self._since_report = 0
-        self._line(f"{pace.where()}  updates {pace.updates_of()}  {_joined(self._numbers)}  {pace.times()}")
+        fresh = {label: value for label, value in self._numbers.items() if self._evaluated or "avg@" not in label}
+        self._line(f"{pace.where()}  updates {pace.updates_of()}  {_joined(fresh)}  {pace.times()}")
+        self._since_report, self._evaluated = 0, False
 
     def _line(self, line: str) -> None:
         if not self._is_live:

@@ -115,7 +115,8 @@ class HFEngine:
         width = max(len(r.prompt_ids) for r in requests)
         if self.max_positions and width + sampling.max_tokens > self.max_positions:
             raise ValueError(
-                f"a prompt of {width} tokens and max_tokens={sampling.max_tokens} exceed the model's {self.max_positions} positions"
+                f"a prompt of {width} tokens and max_tokens={sampling.max_tokens} exceed "
+                f"the model's {self.max_positions} positions"
             )
         ids = torch.full((len(requests), width), self.pad_id)
         mask = torch.zeros_like(ids)

@@ -1,0 +1,62 @@
+"""The options of policy and trainer: what conf/policy and conf/trainer may say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bapo.policy.causal_lm import DTYPES
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """A model folder or hub id (`path`, with `revision`), or a small model made here by `warm_start`(task): exactly one.
+
+    `chunk_tokens`: tokens whose logits exist at a time.
+    """
+
+    path: str | None = None
+    warm_start: Callable[[Any], Path] | None = None
+    revision: str | None = None
+    dtype: str = "float32"
+    trust_remote_code: bool = False
+    chunk_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.warm_start is None):
+            given = "null" if self.warm_start is None else "given"
+            raise ValueError(f"policy.path is {self.path!r} and policy.warm_start is {given}; exactly one must be given")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"policy.dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.chunk_tokens < 1:
+            raise ValueError(f"policy.chunk_tokens is {self.chunk_tokens}; it must be >= 1")
+        local = self.path is not None and (self.path.startswith((".", "/", "~")) or Path(self.path).exists())
+        if local and not (Path(str(self.path)).expanduser() / "config.json").is_file():
+            raise ValueError(f"policy.path is {self.path!r}; there is no config.json in that folder")
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """`max_rounds` pools are trained on; the rest is Lightning's. `micro_batch_tokens`: padded tokens per forward pass."""
+
+    max_rounds: int
+    accelerator: str = "cpu"
+    devices: int = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
+    precision: str = "32-true"
+    micro_batch_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        for name in ("max_rounds", "devices", "num_nodes", "micro_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"trainer.{name} is {getattr(self, name)}; it must be >= 1")
+        # Sharded strategies need their own gradient norm and weight export; fp16 needs a gradient scaler.
+        for name, choices in (
+            ("strategy", ("auto", "ddp", "ddp_find_unused_parameters_false")),
+            ("precision", ("32-true", "bf16-mixed", "bf16-true")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"trainer.{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
