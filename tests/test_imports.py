@@ -31,7 +31,7 @@ ROWS: dict[str, set[str]] = {
     "evaluation": CORE,
     "run_folder": CORE,
     "config_check": CORE,
-    "loggers": CORE,
+    "loggers": CORE | {"run_folder"},
     "analysis": CORE | {"run_folder"},
     "callbacks": CORE | {"evaluation"},
 }

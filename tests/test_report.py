@@ -175,13 +175,16 @@ def test_comparison_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert out.strip() == str(tmp_path / "comparison.html")
     assert err.strip() == f"skipped, no metrics.csv in them: {tmp_path / 'b'}"
     page = Page((tmp_path / "comparison.html").read_text())
-    assert page.rows[0] == ["", "a/0: name demo, seed 7", "b/1: name NAME, seed 8"]
+    assert page.rows[0] == ["", "name demo, seed 7", "name NAME, seed 8"]
+    assert page.rows[1] == ["run folder", "a/0", "b/1"]
     assert ["mean clip_high", "1.775", "1.775"] in page.rows
     assert sorted(file.stem for file in (tmp_path / "comparison_figures").iterdir()) == STEMS
     assert not (tmp_path / "a/0/report.html").exists()
 
+    (tmp_path / "b/1/config.yaml").write_text((tmp_path / "a/0/config.yaml").read_text())
     elsewhere = tmp_path / "elsewhere"
     assert write_comparison([tmp_path / "a/0", tmp_path / "b/1"], elsewhere) == elsewhere / "comparison.html"
+    assert Page((elsewhere / "comparison.html").read_text()).rows[0] == ["", "a/0", "b/1"]
 
 
 def test_share_of_updates_with_a_bound_off_its_start() -> None:

@@ -42,9 +42,12 @@ def _hush() -> None:
     """Keeps off the screen what libraries say of things that are meant here."""
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    # Asked on every save whether the file should hold weights alone; it should not.
+    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.WARNING)
     for message in (
         ".*module.*in eval mode at the start of training",  # dropout is off for good, so the mode says nothing
         "Using ModelCheckpoint with manual optimization",  # the state after an update is the state wanted
+        ".*sync_dist=True.*",  # every rank logs the same numbers, reduced already
         ".*LeafSpec.*is deprecated",
         ".*does not have many workers",  # mini-batches are in memory
         ".*Checkpoint directory .* exists and is not empty",  # as it must be for a resumed run

@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from bapo.metrics import METRICS, WALL_CLOCK_PREFIXES, lookup
+from bapo.run_folder import is_main_process
 
 STEP = "trainer/global_step"
 
@@ -26,10 +27,6 @@ def _cell(value: SupportsFloat) -> str:
         return str(int(value))
     number = float(value)
     return "" if math.isnan(number) else repr(number)
-
-
-def _rank() -> int:
-    return getattr(rank_zero_only, "rank", 0)
 
 
 class _Table:
@@ -100,7 +97,7 @@ class CsvLogger(Logger):
         """
         super().__init__()
         self.run_dir = Path(run_dir)
-        if _rank() == 0:
+        if is_main_process():
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics = _Table(self.run_dir / "metrics.csv", resume_step)
             self._timing = _Table(self.run_dir / "timing.csv", resume_step)
@@ -162,7 +159,7 @@ def wandb_logger(
 
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     run = None
-    if _rank() == 0:
+    if is_main_process():
         run = wandb.init(
             dir=str(save_dir),
             project=project,

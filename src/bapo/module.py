@@ -42,6 +42,7 @@ class BapoModule(L.LightningModule):
         self.total_updates = total_updates
         self.skipped_updates = 0
         self.skips_in_a_row = 0
+        self.latest: dict[str, float] = {}
 
     # -- what the data side may ask (PolicyHandle) --
 
@@ -145,16 +146,20 @@ class BapoModule(L.LightningModule):
         """[n] -> [ranks, n]."""
         if self.trainer.world_size == 1:
             return vector[None]
-        gathered = self.all_gather(vector)
-        assert isinstance(gathered, Tensor)
-        return gathered
+        parts = [torch.empty_like(vector) for _ in range(self.trainer.world_size)]
+        torch.distributed.all_gather(parts, vector)
+        return torch.stack(parts)
 
     def log_row(self, row: dict[str, float]) -> None:
-        """One row per optimizer update, to every logger, with completed updates as its step."""
+        """One row per optimizer update, to every logger; its step is the number of completed updates.
+
+        `latest` keeps the last value of every metric. Every rank must give the same row.
+        """
         for name in row:
             lookup(name)
-        row = {name: float(value) for name, value in row.items()} | {"trainer/global_step": self.global_step}
-        self.log_dict(row, logger=False)  # for callbacks that watch a metric
+        row = row | {"trainer/global_step": self.global_step}
+        self.latest |= row
+        self.log_dict({name: float(value) for name, value in row.items()}, logger=False)  # for callbacks that watch a metric
         for logger in self.loggers:
             logger.log_metrics(row, step=self.global_step)
 

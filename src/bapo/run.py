@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from bapo import config_check
 from bapo.analysis.report import write_report
-from bapo.callbacks.evaluate import Evaluate
 from bapo.callbacks.progress import ProgressDisplay
 from bapo.callbacks.stop import StopOnSignal
 from bapo.data.datamodule import RolloutDataModule
@@ -28,7 +31,7 @@ from bapo.module import BapoModule
 from bapo.options import PolicyOptions, TrainerOptions
 from bapo.policy.causal_lm import DTYPES, CausalLMPolicy, load_model, load_tokenizer
 from bapo.rollouts.collector import Collector
-from bapo.run_folder import CHILD_RUN_DIR, newest_checkpoint, open_run_folder, redact, write_status
+from bapo.run_folder import CHILD_RUN_DIR, is_main_process, newest_checkpoint, open_run_folder, redact, write_status
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ RESUME_MAY_CHANGE = ("trainer.max_rounds=",)
 def run(cfg: DictConfig) -> dict[str, float]:
     """Runs the experiment of a composed config in Hydra's output folder; returns the last value of every metric.
 
-    Raises ValueError for a config that cannot run, before anything is loaded or written.
+    Raises ValueError for a config that cannot run, before a model is loaded. However it ends, status.json says so.
     """
     hydra = HydraConfig.get()
     folder = Path(os.environ.get(CHILD_RUN_DIR) or hydra.runtime.output_dir).absolute()
@@ -50,18 +53,22 @@ def run(cfg: DictConfig) -> dict[str, float]:
     write_status(folder, "running", pid=os.getpid())
     start = time.time()
     try:
-        metrics, stopped_by = _fit(cfg, parts, folder, resume)
+        metrics, stopped_by = _fit(parts, folder, resume)
     except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
+        # Lightning turns a second Ctrl-C into SystemExit.
+        interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         if not interrupted:
             log.error("%s", redact(traceback.format_exc()))
-        write_status(folder, "interrupted" if interrupted else "failed", error=redact(repr(error)), seconds=time.time() - start)
-        log.info("to go on: python train.py resume=%s", folder)
+        status = "interrupted" if interrupted else "failed"
+        write_status(folder, status, error=redact(repr(error)), seconds=round(time.time() - start, 1))
+        log.info("to go on from the last checkpoint: python train.py resume=%s", folder)
+        if interrupted:
+            raise KeyboardInterrupt from error
         raise
-    step = int(metrics.get("trainer/global_step", 0))
+    step = int(metrics["trainer/global_step"])
     status = "interrupted" if stopped_by else "finished"
     write_status(folder, status, global_step=step, seconds=round(time.time() - start, 1))
-    if step:
+    if step and is_main_process():
         log.info("report: %s", write_report(folder))
     if stopped_by:
         log.info("stopped after %d updates; to go on: python train.py resume=%s", step, folder)
@@ -100,7 +107,7 @@ def build_parts(cfg: DictConfig) -> dict[str, Any]:
     return parts
 
 
-def _fit(cfg: DictConfig, parts: Mapping[str, Any], folder: Path, resume: bool) -> tuple[dict[str, float], int | None]:
+def _fit(parts: Mapping[str, Any], folder: Path, resume: bool) -> tuple[dict[str, float], int | None]:
     """Trains; returns the last value of every metric and the signal that stopped it, if one did."""
     if parts["threads"]:
         torch.set_num_threads(parts["threads"])
@@ -108,24 +115,40 @@ def _fit(cfg: DictConfig, parts: Mapping[str, Any], folder: Path, resume: bool) 
     checkpoint = newest_checkpoint(folder) if resume else None
     if resume and checkpoint is None:
         log.warning("%s holds no checkpoint: the run begins again, with its rounds kept", folder)
-
-    module, data = _build_training(parts, folder)
-    options: TrainerOptions = parts["trainer"]
-    evaluate: Evaluate = parts["callbacks"]["evaluate"]
-    progress: ProgressDisplay = parts["callbacks"]["progress"]
     stop = StopOnSignal(folder / "checkpoints")
-    data.on_phase = evaluate.on_phase = progress.phase
-    loggers = _build_loggers(cfg, parts, folder, _updates_of(checkpoint) if resume else None)
-    schedule = parts["schedule"]
-    trainer = L.Trainer(
-        max_epochs=options.max_rounds * schedule.epochs_per_round,
+    with ExitStack() as at_the_end:
+        module, data = _build_training(parts, folder)
+        at_the_end.callback(data.collector.engine.close)
+        loggers: list[Logger] = []
+        exit_code = [1]  # what the loggers are told unless the fit ends well
+        at_the_end.callback(lambda: finish(loggers, exit_code[0]))
+        resume_step = _updates_of(checkpoint) if resume else None
+        loggers.append(CsvLogger(folder, resume_step))
+        for make in (parts["logger"] or {}).values():
+            loggers.append(make(save_dir=folder, resume_step=resume_step))
+        trainer = _build_trainer(parts, folder, loggers, stop, data)
+        at_the_end.enter_context(_known_to_children(folder))
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        exit_code[0] = 128 + stop.received if stop.received else 0
+    return module.latest | {"trainer/global_step": trainer.global_step}, stop.received
+
+
+def _build_trainer(
+    parts: Mapping[str, Any], folder: Path, loggers: list[Logger], stop: StopOnSignal, data: RolloutDataModule
+) -> L.Trainer:
+    options: TrainerOptions = parts["trainer"]
+    chosen = [c if isinstance(c, L.Callback) else c(dirpath=folder / "checkpoints") for c in parts["callbacks"].values() if c]
+    for display in (c for c in chosen if isinstance(c, ProgressDisplay)):
+        data.on_phase = display.phase
+    return L.Trainer(
+        max_epochs=options.max_rounds * data.schedule.epochs_per_round,
         accelerator=options.accelerator,
         devices=options.devices,
         num_nodes=options.num_nodes,
         strategy=options.strategy,
         precision=options.precision,  # type: ignore[arg-type]
         logger=loggers,
-        callbacks=[evaluate, stop, progress, parts["callbacks"]["checkpoint"](dirpath=folder / "checkpoints")],
+        callbacks=[*chosen, stop],
         reload_dataloaders_every_n_epochs=1,  # the data module decides what an epoch trains on, so it is always asked
         use_distributed_sampler=False,  # it deals rows to ranks itself
         enable_progress_bar=False,
@@ -134,16 +157,20 @@ def _fit(cfg: DictConfig, parts: Mapping[str, Any], folder: Path, resume: bool) 
         log_every_n_steps=1,
         default_root_dir=folder,
     )
+
+
+@contextmanager
+def _known_to_children(folder: Path) -> Iterator[None]:
+    """Lightning starts further ranks by this process's command line: they must find this folder, and run this job alone."""
+    hydra, argv = HydraConfig.get(), sys.argv
     os.environ[CHILD_RUN_DIR] = str(folder)
-    code = 1
+    if hydra.mode == RunMode.MULTIRUN:
+        sys.argv = [argv[0], *hydra.overrides.task]
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        code = 128 + stop.received if stop.received else 0
+        yield
     finally:
+        sys.argv = argv
         os.environ.pop(CHILD_RUN_DIR, None)
-        data.collector.engine.close()
-        finish(loggers, code)
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}, stop.received
 
 
 def _build_training(parts: Mapping[str, Any], folder: Path) -> tuple[BapoModule, RolloutDataModule]:
@@ -160,17 +187,10 @@ def _build_training(parts: Mapping[str, Any], folder: Path) -> tuple[BapoModule,
         options.micro_batch_tokens,
         options.max_rounds * schedule.updates_per_round,
     )
-    module.max_rounds, module.epochs_per_round = options.max_rounds, schedule.epochs_per_round
     collector = Collector(engine, parts["task"], load_tokenizer(path, **source), parts["advantage"], rollout, parts["seed"])
     data = RolloutDataModule(collector, schedule, folder / "rounds", parts["seed"])
     data.connect(module)
     return module, data
-
-
-def _build_loggers(cfg: DictConfig, parts: Mapping[str, Any], folder: Path, resume_step: int | None) -> list[Any]:
-    """The CSV logger always, then those of the `logger` group."""
-    chosen = [make(save_dir=folder, resume_step=resume_step) for make in (parts["logger"] or {}).values()]
-    return [CsvLogger(folder, resume_step), *chosen]
 
 
 def _updates_of(checkpoint: Path | None) -> int:

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 PACKAGES = ("bapo", "torch", "lightning", "transformers", "peft", "hydra-core", "omegaconf", "safetensors", "wandb")
@@ -40,6 +41,11 @@ def _run_dir(name: Any, resume: Any) -> str:
     if not (Path(str(resume)) / "config.yaml").is_file():
         raise ValueError(f"resume is {str(resume)!r}; it must be a run folder, and there is no config.yaml in it")
     return str(resume)
+
+
+def is_main_process() -> bool:
+    """Is this global rank 0? True outside distributed runs."""
+    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def folder_name(name: str) -> str:
@@ -76,7 +82,12 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 
 
 def open_run_folder(folder: Path, cfg: DictConfig) -> None:
-    """Makes the folder and writes config.yaml and provenance.json. A resumed run adds a line to commands.log only."""
+    """Makes the folder and writes config.yaml and provenance.json. A resumed run adds a line to commands.log only.
+
+    Rank 0 alone writes. Raises ValueError for a folder that cannot be written.
+    """
+    if not is_main_process():
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "commands.log").open("a") as commands:
@@ -116,7 +127,12 @@ def _git(*args: str) -> str:
 
 
 def write_status(folder: Path, status: str, **facts: Any) -> None:
-    """status.json: `running`, `finished`, `interrupted` or `failed`, when, and the facts given. Replaced as a whole."""
+    """status.json: `running`, `finished`, `interrupted` or `failed`, when, and the facts given.
+
+    Rank 0 alone writes; the file is replaced as a whole.
+    """
+    if not is_main_process():
+        return
     target = folder / "status.json"
     partial = target.with_suffix(".partial")
     partial.write_text(

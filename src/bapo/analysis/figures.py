@@ -168,14 +168,18 @@ def draw(picture: Picture, runs: Sequence[Run], path: Path) -> bool:
     if not panels:
         return False
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.6, 4.6), layout="constrained")
+        height = 4.6 if len(runs) == 1 else 4.7 + 0.11 * len(runs)
+        figure = Figure(figsize=(7.6, height), layout="constrained")
         figure.suptitle(picture.title, x=0.01, ha="left")
         grid = list(figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0])
         for axes, (panel, names) in zip(grid, panels, strict=True):
             _draw_panel(axes, panel, names, runs)
-            _legend(axes, names, runs, name_runs=axes is grid[0])
+            _legend(axes, names, runs)
         if len(runs) == 1:
             _mark_rounds(grid, runs[0])
+        else:
+            handles = [Line2D([], [], color=COLOURS[r % len(COLOURS)], label=run.label) for r, run in enumerate(runs)]
+            figure.legend(handles=handles, loc="outside lower center", ncols=2)
         grid[-1].set_xlabel("optimizer updates")
         figure.savefig(path, dpi=130)
     return True
@@ -207,19 +211,17 @@ def _levels(names: Mapping[str, str], runs: Sequence[Run]) -> dict[float, str]:
     return {level: text for run in runs for name in names for level, text in run.levels.get(name, {}).items()}
 
 
-def _legend(axes: Axes, names: Mapping[str, str], runs: Sequence[Run], name_runs: bool) -> None:
-    """Beside the axes for several runs, whose labels can be long."""
-    one = len(runs) == 1
-    handles = []
-    if not one and name_runs:
-        handles += [Line2D([], [], color=COLOURS[r % len(COLOURS)], label=run.label) for r, run in enumerate(runs)]
-    for s, text in enumerate(names.values()):
-        handles.append(Line2D([], [], color=COLOURS[s] if one else "#666666", linestyle=DASHES[s % len(DASHES)], label=text))
+def _legend(axes: Axes, names: Mapping[str, str], runs: Sequence[Run]) -> None:
+    """What the dashes are, and the dotted lines; grey where a colour is a run."""
+    grey = len(runs) > 1
+    handles = [
+        Line2D([], [], color="#666666" if grey else COLOURS[s], linestyle=DASHES[s % len(DASHES)], label=text)
+        for s, text in enumerate(names.values())
+    ]
     for level, text in _levels(names, runs).items():
         handles.append(Line2D([], [], color="#444444", linestyle=":", label=f"{text} {level:g}"))
-    place = {"loc": "best"} if one else {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
     if len(handles) > 1:
-        axes.legend(handles=handles, **place)
+        axes.legend(handles=handles, loc="best")
 
 
 def _mark_rounds(grid: Sequence[Axes], run: Run) -> None:

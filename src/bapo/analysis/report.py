@@ -214,12 +214,14 @@ def write_comparison(run_dirs: Sequence[str | Path], out: str | Path | None = No
     parent = Path(os.path.commonpath([folder.parent for folder in folders]))
     target = parent if out is None else Path(out)
     configs = [read_config(folder) for folder in folders]
+    labels = distinguish(configs)
     runs, facts = [], {}
-    for folder, config, label in zip(folders, configs, distinguish(configs), strict=True):
-        label = f"{folder.relative_to(parent)}: {label}" if label else str(folder.relative_to(parent))
+    for folder, config, label in zip(folders, configs, labels, strict=True):
+        place = str(folder.relative_to(parent))
+        label = label if labels.count(label) == 1 and label else f"{place}: {label}".removesuffix(": ")
         rows = read_rows(folder)
         runs.append(Run(label, rows, levels(config)))
-        facts[label] = summary(folder, rows, config)
+        facts[label] = {"run folder": place} | summary(folder, rows, config)
     html = page("Comparison", f"{len(runs)} runs", facts, runs, target / "comparison_figures", "")
     path = target / "comparison.html"
     path.write_text(html, encoding="utf-8")

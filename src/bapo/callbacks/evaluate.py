@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning as L
@@ -37,7 +36,6 @@ class Evaluate(L.Callback):
         self.samples = samples
         self.max_prompts = max_prompts
         self.split = split
-        self.on_phase: Callable[[str], None] = lambda phase: None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step == 0:
@@ -53,8 +51,8 @@ class Evaluate(L.Callback):
 
     def _evaluate(self, trainer: L.Trainer, pl_module: Any) -> None:
         start = time.perf_counter()
-        self.on_phase("eval")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data.on_phase("eval")
         data.sync_engine()
         collector = data.collector
         found = evaluate(
@@ -69,4 +67,4 @@ class Evaluate(L.Callback):
         )
         row = {f"eval/{self.split}/{name}": value for name, value in found.items()}
         pl_module.log_row(row | {"time/eval": time.perf_counter() - start})
-        self.on_phase("train")
+        data.on_phase("train")

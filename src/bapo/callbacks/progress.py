@@ -98,7 +98,7 @@ class ProgressDisplay(Callback):
     """Shows round, epoch, phase, updates of the whole run, the main metrics and the time left. Global rank 0 only.
 
     live: a display that redraws itself (True), plain lines (False), or what suits stdout (None). now: a clock in seconds.
-    Rounds are counted from 1. Reads `trainer.max_epochs`, `trainer.datamodule.schedule` and `trainer.callback_metrics`.
+    Rounds are counted from 1. Reads `trainer.max_epochs`, `trainer.datamodule.schedule` and the module's `latest` metrics.
     """
 
     def __init__(self, live: bool | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -180,9 +180,9 @@ class ProgressDisplay(Callback):
         self._stop()
 
     def _look(self) -> None:
-        """Copied while they are new: at an epoch's end Lightning brings values of its start back."""
         assert self._trainer is not None
-        self._numbers = shown(self._trainer.callback_metrics)
+        latest: Any = self._trainer.lightning_module.latest
+        self._numbers = shown(latest)
 
     def _report(self) -> None:
         """One line of the round so far. Called when the next one begins, after the evaluation that follows the last update."""

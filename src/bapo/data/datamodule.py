@@ -43,7 +43,7 @@ class RolloutDataModule(L.LightningDataModule):
     """Epoch n trains on the pool of round n // E. A pool is a file in `rounds_dir`: there -> loaded, not there -> collected.
 
     So `train_dataloader` may be called any number of times, and a resumed run keeps its calendar. `connect` gives it the policy
-    in training; `on_phase` is told "refill" and "train" as they begin.
+    in training; `on_phase` is told "refill", "eval" and "train" as they begin.
     """
 
     def __init__(self, collector: Collector, schedule: Schedule, rounds_dir: Path, seed: int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,15 +59,15 @@ class SeededSampler(LogitsProcessor):
 class HFEngine:
     """RolloutEngine on a transformers model of its own, loaded from `model_path` and updated by `load_weights`.
 
-    `batch_size` responses are drawn together. The end-of-sequence ids come from the model's generation config; its sampling
-    defaults (temperature, top_k, ...) are not used.
+    `batch_size` responses are drawn together. `device` "auto" is this rank's GPU where there is one. The end-of-sequence ids
+    come from the model's generation config; its sampling defaults (temperature, top_k, ...) are not used.
     """
 
     def __init__(
         self,
         model_path: str | Path,
         batch_size: int = 512,
-        device: str = "cpu",
+        device: str = "auto",
         dtype: torch.dtype = torch.float32,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -78,6 +79,8 @@ class HFEngine:
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(model_path), dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
         )
+        if device == "auto":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
         self.model = model.to(device).eval()
         eos = self.model.generation_config.eos_token_id
         if eos is None:
