@@ -10,10 +10,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test must not wait for a hub
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict
 from torch import Tensor
 
 from bapo.policy.tiny_qwen3 import tiny_qwen3
 from bapo.policy.tokenizer import character_tokenizer
+from bapo.run import run
+from bapo.run_folder import register_resolvers
 from bapo.tasks.digit_ops import DigitOps
 from bapo.types import Batch, Request, Rollout, SamplingParams, Scores
 
@@ -49,6 +54,29 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+SMALL = ("+experiment=smoke", "callbacks.evaluate.max_prompts=8")
+"""Overrides of a whole run that takes about a second, once its warm start is made."""
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where runs of this session keep their warm start."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def run_experiment(folder: Path, *overrides: str) -> dict[str, float]:
+    """What `python train.py OVERRIDES` does in run folder `folder`, in this process."""
+    register_resolvers()
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        cfg = compose("train", overrides=[*overrides], return_hydra_config=True)
+    with open_dict(cfg):
+        cfg.hydra.runtime.output_dir = str(folder)
+        cfg.hydra.job.num = 0
+        HydraConfig.instance().set_config(cfg)
+        del cfg["hydra"]
+    return run(cfg)
 
 
 class ScriptedEngine:

@@ -54,7 +54,14 @@ class RolloutDataModule(L.LightningDataModule):
         self.seed = seed
         self.policy: PolicyHandle | None = None
         self.on_phase: Callable[[str], None] = lambda phase: None
+        self.drawn = -1  # the newest round there has been; with the checkpoint it says which files must exist
         self._pool: Pool | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
 
     def connect(self, policy: PolicyHandle) -> None:
         self.policy = policy
@@ -89,16 +96,16 @@ class RolloutDataModule(L.LightningDataModule):
         """The pool of a round: the one in hand, else from its file, else collected now and filed."""
         if self._pool is None or self._pool.meta["round"] != round_index:
             self._pool = load_pool(self.rounds_dir, round_index) or self._collect(round_index, ranks)
+            self.drawn = max(self.drawn, round_index)
         return self._pool
 
     def _collect(self, round_index: int, ranks: Ranks) -> Pool:
         assert self.policy is not None, "connect a policy first"
         before = load_meta(self.rounds_dir, round_index - 1) if round_index else {}
-        if before is None:
-            raise FileNotFoundError(
-                f"{self.rounds_dir} holds no complete round {round_index - 1}, which says where round {round_index} goes on; "
-                "a run needs its rounds to resume"
-            )
+        # A round drawn again would come from a later policy; the round before says where in the prompts to go on.
+        if round_index <= self.drawn or before is None:
+            missing = round_index if round_index <= self.drawn else round_index - 1
+            raise FileNotFoundError(f"{self.rounds_dir} holds no complete round {missing}; a run needs its rounds to resume")
         self.on_phase("refill")
         sync = self.sync_engine()
         least_rows = self.schedule.minibatches_per_epoch * ranks.world  # every rank needs a row of every mini-batch

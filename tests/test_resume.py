@@ -1,0 +1,215 @@
+"""A run stopped anywhere and resumed leaves what the uninterrupted one leaves. FAULTS 32, 34, 40, 42, 48."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPOSITORY, SMALL, run_experiment
+
+from bapo.module import BapoModule
+from bapo.rollouts.hf import HFEngine
+from bapo.run_folder import newest_checkpoint
+
+
+@pytest.fixture(scope="module")
+def small(cache_dir) -> tuple[str, ...]:
+    return (*SMALL, f"policy.warm_start.cache_dir={cache_dir}")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run_experiment(folder, *small)
+    return folder
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(newest_checkpoint(folder), weights_only=True)["state_dict"]
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    assert (folder / "metrics.csv").read_bytes() == (other / "metrics.csv").read_bytes()
+    ours, theirs = final_weights(folder), final_weights(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+@pytest.fixture
+def signal_after(monkeypatch):
+    """Sends this process a signal while update number `update` is being logged."""
+    plain = BapoModule.log_row
+
+    def arrange(update: int, number: int = signal.SIGTERM) -> None:
+        def log_row(self, row):
+            plain(self, row)
+            if self.global_step == update and "policy/loss" in row:
+                os.kill(os.getpid(), number)
+
+        monkeypatch.setattr(BapoModule, "log_row", log_row)
+
+    return arrange
+
+
+def test_one_seed_gives_one_csv_and_another_seed_another(uninterrupted, small, tmp_path):
+    run_experiment(tmp_path / "same", *small)
+    assert_same_run(tmp_path / "same", uninterrupted)
+    run_experiment(tmp_path / "other", *small, "seed=1")
+    assert (tmp_path / "other" / "metrics.csv").read_bytes() != (uninterrupted / "metrics.csv").read_bytes()
+
+
+# A round has 2 epochs of 2 updates: 1 and 3 are inside an epoch, 2 at its end, 4 and 8 at the end of a round, 12 of the run.
+@pytest.mark.parametrize("update", [1, 2, 3, 4, 5, 8, 12])
+def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(
+    uninterrupted, small, tmp_path, signal_after, update, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+    signal_after(update)
+    with pytest.raises(SystemExit) as stopped:
+        run_experiment(tmp_path, *small)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["status"], status["global_step"]) == ("interrupted", update)
+    assert f"python train.py resume={tmp_path}" in caplog.text
+    monkeypatch.undo()
+    run_experiment(tmp_path, f"resume={tmp_path}")
+    assert_same_run(tmp_path, uninterrupted)
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "finished"
+
+
+def test_a_resumed_run_draws_no_round_twice(uninterrupted, small, tmp_path, signal_after, monkeypatch):
+    signal_after(6)
+    with pytest.raises(SystemExit):
+        run_experiment(tmp_path, *small)
+    monkeypatch.undo()
+    drawn = []
+    generate = HFEngine.generate
+
+    def count(self, requests, sampling):
+        drawn.append((sampling.temperature, len(requests)))
+        return generate(self, requests, sampling)
+
+    monkeypatch.setattr(HFEngine, "generate", count)
+    run_experiment(tmp_path, f"resume={tmp_path}")
+    assert drawn == [(0.0, 8), (1.0, 64), (0.0, 8)]  # the evaluation of round 1, then round 2 and its evaluation
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_training_draws_one_pool_per_round_and_none_before_it_is_needed(small, tmp_path, monkeypatch):
+    drawn = []
+    generate = HFEngine.generate
+
+    def count(self, requests, sampling):
+        drawn.append((sampling.temperature, self.version))
+        return generate(self, requests, sampling)
+
+    monkeypatch.setattr(HFEngine, "generate", count)
+    run_experiment(tmp_path, *small)
+    assert drawn == [(1.0, 0), (0.0, 0), (0.0, 4), (1.0, 4), (0.0, 8), (1.0, 8), (0.0, 12)]
+
+
+def test_a_finished_run_can_be_given_more_rounds(uninterrupted, small, tmp_path):
+    run_experiment(tmp_path, *small, "trainer.max_rounds=2")
+    run_experiment(tmp_path, f"resume={tmp_path}", "trainer.max_rounds=3")
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_resuming_a_finished_run_changes_nothing(uninterrupted, small, tmp_path):
+    run_experiment(tmp_path, *small)
+    before = (tmp_path / "metrics.csv").read_bytes()
+    metrics = run_experiment(tmp_path, f"resume={tmp_path}")
+    assert (tmp_path / "metrics.csv").read_bytes() == before
+    assert metrics["trainer/global_step"] == 12
+
+
+def test_a_resumed_run_keeps_its_own_config(uninterrupted):
+    with pytest.raises(ValueError, match=r"seed=5 cannot be changed \(allowed: trainer.max_rounds\)"):
+        run_experiment(uninterrupted, f"resume={uninterrupted}", "seed=5")
+
+
+def test_a_missing_round_is_said_before_anything_is_trained(small, tmp_path):
+    run_experiment(tmp_path, *small, "trainer.max_rounds=1")
+    (tmp_path / "rounds" / "round_00000.json").unlink()
+    with pytest.raises(FileNotFoundError, match="no complete round 0"):
+        run_experiment(tmp_path, f"resume={tmp_path}", "trainer.max_rounds=2")
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
+
+
+def test_rows_follow_updates_and_the_first_of_a_round_tells_of_its_pool(uninterrupted):
+    with (uninterrupted / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(r["trainer/global_step"]) for r in rows] == list(range(13))
+    assert [r["rollout/round"] for r in rows[1:]] == ["0"] * 4 + ["1"] * 4 + ["2"] * 4
+    assert [int(r["trainer/global_step"]) for r in rows if r["rollout/reward_mean"]] == [1, 5, 9]
+    assert [int(r["trainer/global_step"]) for r in rows if r["eval/test/avg@1"]] == [0, 4, 8, 12]
+    assert [float(r["staleness/mean"]) for r in rows[1:]] == [0, 1, 2, 3] * 3
+    for name in ("bounds/clip_low", "bounds/clip_high", "bounds/positive_ratio", "policy/entropy"):
+        assert all(float(r[name]) >= 0 for r in rows[1:]), name
+    assert all(float(r["mismatch/logp_abs_diff_max"]) < 1e-4 for r in rows if r["mismatch/logp_abs_diff_max"])
+
+
+def test_the_checkpoint_holds_tensors_and_plain_values_only(uninterrupted):
+    path = newest_checkpoint(uninterrupted)
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["global_step"] == 12
+    assert [p.name for p in path.parent.iterdir()] == ["update=000012.ckpt"]
+
+    def walk(value):
+        if isinstance(value, dict):
+            for key, part in value.items():
+                assert isinstance(key, (str, int))
+                walk(part)
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                walk(part)
+        else:
+            assert value is None or isinstance(value, (torch.Tensor, str, int, float, bool)), type(value)
+
+    walk(checkpoint)
+
+
+@pytest.mark.slow
+def test_killed_without_warning_loses_at_most_the_updates_since_the_checkpoint(uninterrupted, small, tmp_path):
+    folder = tmp_path / "killed"
+    command = [sys.executable, str(REPOSITORY / "train.py"), *small, f"hydra.run.dir={folder}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while newest_checkpoint(folder) is None:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert json.loads((folder / "status.json").read_text())["status"] == "running"
+    run_experiment(folder, f"resume={folder}")
+    assert_same_run(folder, uninterrupted)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_prints_how_to_go_on(uninterrupted, small, tmp_path):
+    folder = tmp_path / "stopped"
+    command = [sys.executable, str(REPOSITORY / "train.py"), *small, "trainer.max_rounds=50", f"hydra.run.dir={folder}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.csv").exists() or len((folder / "metrics.csv").read_text().splitlines()) < 4:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"python train.py resume={folder}" in output
+    assert "Traceback" not in output
+    saved = newest_checkpoint(folder)
+    last_row = (folder / "metrics.csv").read_text().splitlines()[-1]
+    assert torch.load(saved, weights_only=True)["global_step"] == int(last_row.split(",")[0])
