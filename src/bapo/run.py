@@ -31,7 +31,15 @@ from bapo.module import BapoModule
 from bapo.options import PolicyOptions, TrainerOptions
 from bapo.policy.causal_lm import DTYPES, CausalLMPolicy, load_model, load_tokenizer
 from bapo.rollouts.collector import Collector
-from bapo.run_folder import CHILD_RUN_DIR, is_main_process, newest_checkpoint, open_run_folder, redact, write_status
+from bapo.run_folder import (
+    CHILD_RUN_DIR,
+    discard_unused,
+    is_main_process,
+    newest_checkpoint,
+    open_run_folder,
+    redact,
+    write_status,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +56,15 @@ def run(cfg: DictConfig) -> dict[str, float]:
     resume = cfg.resume is not None
     if resume:
         cfg = _saved_config(folder, list(hydra.overrides.task))
-    parts = build_parts(cfg)
+    try:
+        parts = build_parts(cfg)
+    except ValueError as error:
+        if hydra.mode == RunMode.MULTIRUN:  # the job's own folder tells what was wrong with it
+            log.error("%s", redact(str(error)))
+            write_status(folder, "failed", error=redact(str(error)))
+        elif not resume:
+            discard_unused(folder)
+        raise
     open_run_folder(folder, cfg)
     write_status(folder, "running", pid=os.getpid())
     start = time.time()
