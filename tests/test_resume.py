@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 import logging
 import os
@@ -135,6 +136,16 @@ def test_resuming_a_finished_run_changes_nothing(uninterrupted, small, tmp_path)
 def test_a_resumed_run_keeps_its_own_config(uninterrupted):
     with pytest.raises(ValueError, match=r"seed=5 cannot be changed \(allowed: trainer.max_rounds\)"):
         run_experiment(uninterrupted, f"resume={uninterrupted}", "seed=5")
+
+
+def test_a_folder_in_use_or_with_a_run_in_it_is_refused(uninterrupted, small, tmp_path):
+    with pytest.raises(ValueError, match="holds a run already; to go on with it: resume="):
+        run_experiment(uninterrupted, *small)
+    with (uninterrupted / "commands.log").open() as other_process:
+        fcntl.flock(other_process, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="is in use: a run is going on in it"):
+            run_experiment(uninterrupted, f"resume={uninterrupted}")
+    assert json.loads((uninterrupted / "status.json").read_text())["status"] == "finished"
 
 
 def test_a_missing_round_is_said_before_anything_is_trained(small, tmp_path):

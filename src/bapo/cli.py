@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import transformers
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from bapo import config_check
 from bapo.run_folder import redact, register_resolvers
@@ -27,41 +24,42 @@ CONF = Path(__file__).parents[2] / "conf"
 def cli(main: Callable[[], Any]) -> None:
     """Runs a Hydra main function; a mistake in the config ends in one clear message, anything else in its traceback."""
     register_resolvers()
-    _hush()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them
+    overrides = sys.argv[1:]
     try:
+        config_check.check_hydra_keys(overrides)
         main()
     except (ValueError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {redact(explain(error))}", file=sys.stderr)
+        print(f"error: {redact(explain(error, overrides))}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:  # a folder that cannot be made, a model that is not there: what it says is enough
+        print(f"error: {redact(str(error))}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
 
-def _hush() -> None:
-    """Keeps off the screen what libraries say of things that are meant here."""
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    # Asked on every save whether the file should hold weights alone; it should not.
-    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.WARNING)
-    for message in (
-        ".*module.*in eval mode at the start of training",  # dropout is off for good, so the mode says nothing
-        "Using ModelCheckpoint with manual optimization",  # the state after an update is the state wanted
-        ".*sync_dist=True.*",  # every rank logs the same numbers, reduced already
-        ".*LeafSpec.*is deprecated",
-        ".*does not have many workers",  # mini-batches are in memory
-        ".*Checkpoint directory .* exists and is not empty",  # as it must be for a resumed run
-    ):
-        warnings.filterwarnings("ignore", message=message)
+def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
+    """What a user needs of an error: Hydra's notes on where it searched left out, the nearest key to a misspelt one added.
 
-
-def explain(error: Exception) -> str:
-    """What a user needs of an error: Hydra's notes on where it searched left out, the nearest key to a misspelt one added."""
+    overrides: the command line, whose choices of groups decide which keys there are.
+    """
     message = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error)).split("\nConfig search path")[0]
-    message = re.sub(r"\n\s*(full_key|object_type)[:=].*", "", message).strip()
+    message = re.sub(r"\n\s*(full_key|object_type|reference_type)[:=].*", "", message).strip()
+    if isinstance(error, MissingMandatoryValue):
+        return f"{message.removeprefix('Missing mandatory value: ')} is missing; it has no default"
+    if message.startswith("Config group override must be a string"):
+        return f"{' '.join(o for o in overrides if o.endswith('=null'))}: a group cannot be null; name a file of conf/GROUP"
     if isinstance(error, HydraException) and (match := re.search(r"Could not override '([^']+)'", message)):
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            known = config_check.all_keys(OmegaConf.to_container(compose("train")))
-        near = config_check.nearest(match[1], known)
+        overlay = re.search(r"To append to your default list use (\S+)", message)
+        near = overlay[1] if overlay else config_check.nearest(match[1], _known_keys(overrides))
         message = f"unknown key {match[1]!r}" + (f"; nearest: {near!r}" if near else "")
     return message
+
+
+def _known_keys(overrides: Sequence[str]) -> set[str]:
+    """Every key of the config with the groups that `overrides` choose."""
+    choices = {f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml")}
+    chosen = [override for override in overrides if override.lstrip("+") in choices]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return config_check.all_keys(OmegaConf.to_container(compose("train", overrides=chosen)))

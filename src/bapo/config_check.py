@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import logging
+import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from hydra.conf import HydraConf
 from hydra.utils import get_object
 
 log = logging.getLogger(__name__)
@@ -18,7 +22,9 @@ TOP_LEVEL = {
     "name", "seed", "threads", "resume", "loss", "advantage", "policy", "task", "rollout", "schedule", "optimizer", "trainer",
     "logger", "callbacks",
 }  # fmt: skip
+COLLECTIONS = {"logger", "callbacks"}  # groups that hold any number of objects; every other group is one
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
+MAX_SEED = 2**32 - 1  # the largest that NumPy takes
 
 
 def check_keys_and_types(config: Mapping[str, Any]) -> None:
@@ -27,9 +33,14 @@ def check_keys_and_types(config: Mapping[str, Any]) -> None:
     What is known under a key with `_target_` is that callable's signature; elsewhere, at the top, `TOP_LEVEL`.
     """
     errors = [_unknown(key, TOP_LEVEL, all_keys(config)) for key in config if key not in TOP_LEVEL]
-    for name, kind in (("name", str), ("seed", int), ("threads", int | None), ("resume", str | None)):
-        if not fits(config.get(name), kind):
-            errors.append(f"{name} is {config.get(name)!r}; it must be {_say(kind)}")
+    errors += [f"{key} is missing" for key in sorted(TOP_LEVEL - config.keys())]
+    plain = {"name": str, "seed": int, "threads": int | None, "resume": str | None}
+    for name, kind in plain.items():
+        if name in config and not fits(config[name], kind):
+            errors.append(f"{name} is {config[name]!r}; it must be {_say(kind)}")
+    for group in sorted(config.keys() & TOP_LEVEL - plain.keys() - COLLECTIONS):
+        if not isinstance(config[group], Mapping) or "_target_" not in config[group]:
+            errors.append(f"{group} is {config[group]!r}; it must be {_say(Callable)}")
     for path, node in _targets(config, ""):
         errors += _check_call(path, node, config)
     if errors:
@@ -49,7 +60,8 @@ def _check_call(path: str, node: Mapping[str, Any], config: Mapping[str, Any]) -
     try:
         target = get_object(node["_target_"])
     except Exception as error:
-        return [f"{path}._target_ is {node['_target_']!r}, which cannot be imported: {error}"]
+        reason = " ".join(str(error).splitlines()[:2])
+        return [f"{path}._target_ is {node['_target_']!r}, which cannot be imported: {reason}"]
     parameters = inspect.signature(target).parameters
     known = {n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -76,33 +88,47 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Is `value`, as YAML gives it, of type `hint`? Only plain types are judged; what they are nested in is let through."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return any(fits(value, part) for part in typing.get_args(hint))
-    if typing.get_origin(hint) is typing.Literal:
-        return value in typing.get_args(hint)
-    if hint is None or hint is type(None):
-        return value is None
+    """Is `value`, as YAML gives it, of type `hint`? An object is a section of its own, whose `_target_` is judged apart."""
+    origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(fits(value, part) for part in parts)
+    if origin is typing.Literal:
+        return value in parts
+    if hint is Any:
+        return True
+    if hint is types.NoneType or value is None:
+        return value is None and hint is types.NoneType
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint in (str, bool):
         return isinstance(value, hint)
-    return value is None or not isinstance(value, str | bool | int | float) or hint not in _containers(hint)
-
-
-def _containers(hint: Any) -> tuple[Any, ...]:
-    return (hint,) if typing.get_origin(hint) in (tuple, list, dict) or hint in (tuple, list, dict) else ()
+    if origin in (list, tuple, Sequence, Iterable):
+        if not isinstance(value, list):
+            return False
+        fixed = origin is tuple and parts[-1:] != (...,)
+        kinds = parts if fixed else parts[:1] * len(value)
+        return not parts or (len(kinds) == len(value) and all(map(fits, value, kinds)))
+    if origin in (dict, Mapping, Callable) or dataclasses.is_dataclass(hint):
+        return isinstance(value, Mapping)
+    return True  # a library's own type: let it judge
 
 
 def _say(hint: Any) -> str:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return " or ".join(_say(part) for part in typing.get_args(hint))
-    if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(str(choice) for choice in typing.get_args(hint))
-    names = {float: "a number", int: "an integer", str: "a text", bool: "true or false", type(None): "null", None: "null"}
-    return names.get(hint, str(hint))
+    origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_say(part) for part in parts)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(str(choice) for choice in parts)
+    if origin is tuple and parts and parts[-1] is not ...:
+        return f"[{', '.join(_say(part) for part in parts)}]"
+    if origin in (list, tuple, Sequence, Iterable):
+        return "a list" + (f" whose every item is {_say(parts[0])}" if parts else "")
+    if origin is Callable or dataclasses.is_dataclass(hint):
+        return "a section with a _target_"
+    names = {float: "a number", int: "an integer", str: "a text", bool: "true or false", types.NoneType: "null"}
+    return names.get(hint, "a section" if origin in (dict, Mapping) else str(hint))
 
 
 def all_keys(node: Any, path: str = "") -> set[str]:
@@ -131,9 +157,28 @@ def _unknown(key: str, siblings: set[str], known: set[str]) -> str:
     return f"unknown key {key!r}" + (f"; nearest: {near!r}" if near else "") + f"; known here: {', '.join(sorted(siblings))}"
 
 
+def check_hydra_keys(overrides: Iterable[str]) -> None:
+    """Hydra refuses an unknown `hydra.x=1` by itself, but would take `+hydra.x=1` and never use it. Raises ValueError."""
+    for override in overrides:
+        match = re.match(r"\+\+?(hydra\.[\w.]+)=", override)
+        node: Any = HydraConf
+        for key in match[1].split(".")[1:] if match else ():
+            known = typing.get_type_hints(node) if dataclasses.is_dataclass(node) else {key: Any}
+            if match and key not in known:
+                raise ValueError(f"unknown key {match[1]!r}; Hydra knows here: {', '.join(sorted(known))}")
+            node = known[key]
+
+
 def check_sizes(parts: Mapping[str, Any]) -> None:
-    """What fits together, over the built objects of a config. Raises ValueError."""
-    rollout, schedule = parts["rollout"], parts["schedule"]
+    """What fits together and on this machine, over the built objects of a config. Raises ValueError."""
+    rollout, schedule, trainer = parts["rollout"], parts["schedule"], parts["trainer"]
+    if not 0 <= parts["seed"] <= MAX_SEED:
+        raise ValueError(f"seed is {parts['seed']}; it must be in [0, {MAX_SEED}]")
+    if parts["threads"] is not None and parts["threads"] < 1:
+        raise ValueError(f"threads is {parts['threads']}; it must be >= 1, or null for torch's own choice")
+    if trainer.accelerator == "gpu" and trainer.devices > torch.accelerator.device_count():
+        found = torch.accelerator.device_count()
+        raise ValueError(f"trainer.devices is {trainer.devices} with trainer.accelerator gpu; this machine has {found}")
     if rollout.group_size < 2:
         raise ValueError(
             f"rollout.group_size is {rollout.group_size}; a group-relative advantage compares responses to one prompt: >= 2"

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from bapo.metrics import METRICS, WALL_CLOCK_PREFIXES, lookup
-from bapo.run_folder import is_main_process
+from bapo.run_folder import is_main_process, redact
 
 STEP = "trainer/global_step"
 
@@ -162,10 +162,10 @@ def wandb_logger(
     if is_main_process():
         run = wandb.init(
             dir=str(save_dir),
-            project=project,
-            name=name,
-            group=group,
-            tags=list(tags),
+            project=redact(project),
+            name=name and redact(name),
+            group=group and redact(group),
+            tags=[redact(tag) for tag in tags],
             mode=_wandb_mode(),
             reinit="create_new",  # a run that another job of this process left open is not joined
             settings=wandb.Settings(

@@ -29,7 +29,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         for name, ok, bound in (
-            ("lr", self.lr > 0, "> 0"),
+            ("lr", 0 < self.lr < math.inf, "> 0 and finite"),
             ("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two numbers in [0, 1)"),
             ("eps", self.eps > 0, "> 0"),
             ("weight_decay", self.weight_decay >= 0, ">= 0"),

@@ -55,6 +55,7 @@ class TrainerOptions:
                 raise ValueError(f"trainer.{name} is {getattr(self, name)}; it must be >= 1")
         # Sharded strategies need their own gradient norm and weight export; fp16 needs a gradient scaler.
         for name, choices in (
+            ("accelerator", ("auto", "cpu", "gpu")),
             ("strategy", ("auto", "ddp", "ddp_find_unused_parameters_false")),
             ("precision", ("32-true", "bf16-mixed", "bf16-true")),
         ):

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 
 import lightning as L
 import torch
+import transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from bapo import config_check
 from bapo.analysis.report import write_report
@@ -37,6 +40,7 @@ from bapo.run_folder import (
     is_main_process,
     newest_checkpoint,
     open_run_folder,
+    plain_config,
     redact,
     write_status,
 )
@@ -51,6 +55,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
 
     Raises ValueError for a config that cannot run, before a model is loaded. However it ends, status.json says so.
     """
+    _hush()
     hydra = HydraConfig.get()
     folder = Path(os.environ.get(CHILD_RUN_DIR) or hydra.runtime.output_dir).absolute()
     resume = cfg.resume is not None
@@ -58,18 +63,22 @@ def run(cfg: DictConfig) -> dict[str, float]:
         cfg = _saved_config(folder, list(hydra.overrides.task))
     try:
         parts = build_parts(cfg)
-    except ValueError as error:
+    except (ValueError, OmegaConfBaseException) as error:
         if hydra.mode == RunMode.MULTIRUN:  # the job's own folder tells what was wrong with it
             log.error("%s", redact(str(error)))
             write_status(folder, "failed", error=redact(str(error)))
         elif not resume:
             discard_unused(folder)
         raise
-    open_run_folder(folder, cfg)
+    with open_run_folder(folder, cfg, resume):
+        return _run_in(folder, parts, plain_config(cfg), resume)
+
+
+def _run_in(folder: Path, parts: Mapping[str, Any], config: dict[str, Any], resume: bool) -> dict[str, float]:
     write_status(folder, "running", pid=os.getpid())
     start = time.time()
     try:
-        metrics, stopped_by = _fit(parts, folder, resume)
+        metrics, stopped_by = _fit(parts, config, folder, resume)
     except BaseException as error:
         # Lightning turns a second Ctrl-C into SystemExit.
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -90,6 +99,23 @@ def run(cfg: DictConfig) -> dict[str, float]:
         log.info("stopped after %d updates; to go on: python train.py resume=%s", step, folder)
         raise SystemExit(128 + stopped_by)
     return metrics
+
+
+def _hush() -> None:
+    """Keeps off the screen what libraries say of things that are meant here."""
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    # Asked on every save whether the file should hold weights alone; it should not.
+    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.WARNING)
+    for message in (
+        ".*module.*in eval mode at the start of training",  # dropout is off for good, so the mode says nothing
+        "Using ModelCheckpoint with manual optimization",  # the state after an update is the state wanted
+        ".*sync_dist=True.*",  # every rank logs the same numbers, reduced already
+        ".*LeafSpec.*is deprecated",
+        ".*does not have many workers",  # mini-batches are in memory
+        ".*Checkpoint directory .* exists and is not empty",  # as it must be for a resumed run
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def _saved_config(folder: Path, overrides: list[str]) -> DictConfig:
@@ -123,8 +149,11 @@ def build_parts(cfg: DictConfig) -> dict[str, Any]:
     return parts
 
 
-def _fit(parts: Mapping[str, Any], folder: Path, resume: bool) -> tuple[dict[str, float], int | None]:
-    """Trains; returns the last value of every metric and the signal that stopped it, if one did."""
+def _fit(parts: Mapping[str, Any], config: dict[str, Any], folder: Path, resume: bool) -> tuple[dict[str, float], int | None]:
+    """Trains; returns the last value of every metric and the signal that stopped it, if one did.
+
+    parts: the objects of the config; config: its plain values, for the loggers.
+    """
     if parts["threads"]:
         torch.set_num_threads(parts["threads"])
     L.seed_everything(parts["seed"], verbose=False)
@@ -142,6 +171,7 @@ def _fit(parts: Mapping[str, Any], folder: Path, resume: bool) -> tuple[dict[str
         loggers.append(CsvLogger(folder, resume_step))
         for make in (parts["logger"] or {}).values():
             loggers.append(make(save_dir=folder, resume_step=resume_step))
+            loggers[-1].log_hyperparams(config)
         trainer = _build_trainer(parts, folder, loggers, stop, data)
         at_the_end.enter_context(_known_to_children(folder))
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)

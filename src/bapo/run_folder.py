@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import secrets
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,11 +29,12 @@ _STAMP = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
 
 
 def register_resolvers() -> None:
-    """`${bapo.run_dir:name,resume}` and `${bapo.stamp:}` for conf/train.yaml; safe to call again.
+    """`${bapo.run_dir:name,resume}`, `${bapo.folder_name:name}` and `${bapo.stamp:}` for conf/train.yaml; safe to call again.
 
     The stamp belongs to the process, not to the moment of resolving: a config that is resolved twice keeps its folder.
     """
     OmegaConf.register_new_resolver("bapo.stamp", lambda: _STAMP, replace=True)
+    OmegaConf.register_new_resolver("bapo.folder_name", folder_name, replace=True)
     OmegaConf.register_new_resolver("bapo.run_dir", _run_dir, replace=True)
 
 
@@ -37,7 +42,7 @@ def _run_dir(name: Any, resume: Any) -> str:
     if child := os.environ.get(CHILD_RUN_DIR):
         return child
     if resume is None:
-        return f"outputs/{folder_name(str(name))}/{_STAMP}"
+        return f"outputs/{folder_name(name)}/{_STAMP}"
     if not (Path(str(resume)) / "config.yaml").is_file():
         raise ValueError(f"resume is {str(resume)!r}; it must be a run folder, and there is no config.yaml in it")
     return str(resume)
@@ -48,9 +53,15 @@ def is_main_process() -> bool:
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
-def folder_name(name: str) -> str:
-    """`name` as one path component: no separators, no leading dot, at most 80 characters."""
-    return re.sub(r"[^\w.=+-]+", "_", name).lstrip(".")[:80] or "run"
+def folder_name(name: object) -> str:
+    """`name` as one path component: no separators, no leading dot, at most 80 characters.
+
+    Raises ValueError for a name that holds a secret: it would stand in paths, logs and trackers.
+    """
+    text = str(name)
+    if redact(text) != text:
+        raise ValueError("name holds the value of an environment variable or an assignment that looks like a secret")
+    return re.sub(r"[^\w.=+-]+", "_", text).lstrip(".")[:80] or "run"
 
 
 def redact(text: str) -> str:
@@ -81,22 +92,33 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
     return plain(cfg)
 
 
-def open_run_folder(folder: Path, cfg: DictConfig) -> None:
-    """Makes the folder and writes config.yaml and provenance.json. A resumed run adds a line to commands.log only.
+@contextmanager
+def open_run_folder(folder: Path, cfg: DictConfig, resume: bool) -> Iterator[None]:
+    """Makes the folder, writes config.yaml and provenance.json, and keeps other processes out of it while open.
 
-    Rank 0 alone writes. Raises ValueError for a folder that cannot be written.
+    A resumed run adds a line to commands.log only. Rank 0 alone writes. Raises ValueError for a folder that cannot be written,
+    that another process is running in, or, unless resumed, that holds a run already.
     """
     if not is_main_process():
+        yield
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "commands.log").open("a") as commands:
-            commands.write(f"{datetime.now().isoformat(timespec='seconds')} {redact(' '.join(sys.argv))}\n")
+        commands = (folder / "commands.log").open("a")
     except OSError as error:
         raise ValueError(f"run folder {str(folder)!r} cannot be written: {error.strerror}") from error
-    if not (folder / "config.yaml").exists():
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
-        (folder / "provenance.json").write_text(json.dumps(provenance(), indent=1) + "\n")
+    with commands:
+        try:
+            fcntl.flock(commands, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when its holder dies
+        except OSError as error:
+            raise ValueError(f"run folder {str(folder)!r} is in use: a run is going on in it") from error
+        if not resume and (folder / "config.yaml").exists():
+            raise ValueError(f"run folder {str(folder)!r} holds a run already; to go on with it: resume={folder}")
+        print(datetime.now().isoformat(timespec="seconds"), redact(" ".join(sys.argv)), file=commands, flush=True)
+        if not resume:
+            (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
+            (folder / "provenance.json").write_text(json.dumps(provenance(), indent=1) + "\n")
+        yield
 
 
 def provenance() -> dict[str, Any]:
@@ -149,3 +171,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
         if (match := re.match(r"update=(\d+)", path.name))
     ]
     return max(found)[1] if found else None
+
+
+def discard_unused(folder: Path) -> None:
+    """Takes away a folder in which there is nothing but Hydra's empty log: the run never began."""
+    if all(path.suffix == ".log" and path.stat().st_size == 0 for path in folder.glob("*")):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -84,7 +84,10 @@ class WarmStart:
         unknown = sorted(set(self.model) - set(_SIZES))
         if unknown:
             raise ValueError(f"model has {', '.join(unknown)}; it takes {', '.join(_SIZES)}")
-        qwen3_config(vocab_size=2, eos_token_id=0, pad_token_id=1, **self.model)
+        try:
+            qwen3_config(vocab_size=2, eos_token_id=0, pad_token_id=1, **self.model)
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from error
 
     def __call__(self, task: DemonstratedTask) -> Path:
         """The folder for `task`, absolute; built if the cache does not hold it whole. Processes that race share one build."""

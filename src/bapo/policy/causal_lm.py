@@ -96,9 +96,12 @@ def load_model(path: str | Path, dtype: str = "float32", revision: str | None = 
         raise ValueError(f"policy.dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if trust_remote_code:
         log.warning("policy.trust_remote_code is on: code from %s will run", path)
-    return AutoModelForCausalLM.from_pretrained(
-        str(path), dtype=DTYPES[dtype], revision=revision, trust_remote_code=trust_remote_code
-    )
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=DTYPES[dtype], revision=revision, trust_remote_code=trust_remote_code
+        )
+    except OSError as error:
+        raise ValueError(f"policy.path is {str(path)!r}; no model could be loaded from it: {error}") from error
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

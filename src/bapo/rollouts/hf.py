@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,31 +57,49 @@ class SeededSampler(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)
 
 
+@dataclass(frozen=True)
+class HFRollouts:
+    """Called with a model: its engine. `batch_size` responses are drawn together; `device` auto: this rank's GPU, if any."""
+
+    batch_size: int = 512
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")
+        if self.device != "auto":
+            try:
+                torch.device(self.device)
+            except RuntimeError as error:
+                raise ValueError(f"device is {self.device!r}; it must be auto or a torch device: {error}") from error
+
+    def __call__(self, model_path: str | Path, **load: Any) -> HFEngine:
+        device = self.device
+        if device == "auto":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+        return HFEngine(model_path, self.batch_size, device, **load)
+
+
 class HFEngine:
     """RolloutEngine on a transformers model of its own, loaded from `model_path` and updated by `load_weights`.
 
-    `batch_size` responses are drawn together. `device` "auto" is this rank's GPU where there is one. The end-of-sequence ids
-    come from the model's generation config; its sampling defaults (temperature, top_k, ...) are not used.
+    The end-of-sequence ids come from the model's generation config; its sampling defaults (temperature, ...) are not used.
     """
 
     def __init__(
         self,
         model_path: str | Path,
         batch_size: int = 512,
-        device: str = "auto",
+        device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         revision: str | None = None,
         trust_remote_code: bool = False,
     ):
-        if batch_size < 1:
-            raise ValueError(f"rollout.engine.batch_size is {batch_size}; it must be >= 1")
         self.batch_size = batch_size
         self.version = -1  # no version yet: `generate` needs a `load_weights` first
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(model_path), dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
         )
-        if device == "auto":
-            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
         self.model = model.to(device).eval()
         eos = self.model.generation_config.eos_token_id
         if eos is None:
