@@ -29,6 +29,8 @@ _TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
     ("bounds/clip_high", "upper clip bound on the importance ratio", "ratio", "global"),
     ("bounds/positive_ratio", "P / (P + N) at the bounds; 1 when N = 0", "share", "global"),
     ("bounds/positive_ratio_start", "P / (P + N) at the start of both ranges", "share", "global"),
+    ("bounds/positive_ratio_at_one", "P / (P + N) if every r were 1: the share of positive advantage mass", "share", "global"),
+    ("bounds/target", "positive ratio that the search aimed at", "share", "global"),
     ("bounds/target_met", "1 if a candidate reached the target, else 0", "flag", "global"),
     ("bounds/saturated", "1 if both bounds stand at the end of their ranges", "flag", "global"),
     ("bounds/search_effective", "1 if some candidate changes the positive ratio", "flag", "global"),
@@ -44,6 +46,10 @@ _TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
     ("policy/clip_frac", "tokens whose objective is clipped", "share", "token_mean"),
     ("policy/clip_frac_high", "tokens with A > 0 and r > clip_high", "share", "token_mean"),
     ("policy/clip_frac_low", "tokens with A < 0 and r < clip_low", "share", "token_mean"),
+    ("policy/clip_frac_dual", "tokens with A < 0 and r > the dual clip", "share", "token_mean"),
+    ("policy/weight_mean", "mean weight of a trained token's objective", "weight", "token_mean"),
+    ("policy/kept_token_frac", "tokens left by the entropy filter", "share", "token_mean"),
+    ("policy/reference_kl", "mean KL estimate, policy to reference policy", "nats", "token_mean"),
     ("policy/negative_token_frac", "tokens with A < 0", "share", "token_mean"),
     ("policy/log_ratio_clamped_frac", "tokens with |log r| > 20, clamped before exp", "share", "token_mean"),
     ("policy/skipped_updates", "updates skipped for a non-finite loss or gradient, since the start", "updates", "global"),
@@ -57,6 +63,8 @@ _TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
     ("rollout/response_length_incorrect_mean", "mean length of responses with reward <= 0; 0 if none", "tokens", "global"),
     ("rollout/truncated_frac", "responses cut by max_tokens", "share", "global"),
     ("rollout/unique_frac", "distinct responses of a group over its size, mean over groups", "share", "global"),
+    ("mismatch/correction_mean", "mean correction factor, 1 without correction", "weight", "token_mean"),
+    ("mismatch/corrected_frac", "tokens whose correction factor was truncated or masked", "share", "token_mean"),
     ("mismatch/kl_k3", "mean of x - 1 - log x, x = behaviour prob / sampler prob", "nats", "global"),
     ("mismatch/logp_abs_diff_mean", "mean |behaviour_logprobs - sampler_logprobs|", "nats", "global"),
     ("mismatch/logp_abs_diff_max", "largest |behaviour_logprobs - sampler_logprobs|", "nats", "global"),
@@ -70,6 +78,14 @@ _TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
 )
 
 _PATTERNS: tuple[tuple[re.Pattern[str], Metric], ...] = (
+    (
+        re.compile(r"bounds/cf/[\w.-]+/(clip_low|clip_high)"),
+        Metric("bounds/cf/<choice>/clip_low, clip_high", "bound that another order or target had chosen", "ratio", "global"),
+    ),
+    (
+        re.compile(r"bounds/cf/[\w.-]+/positive_ratio"),
+        Metric("bounds/cf/<choice>/positive_ratio", "P / (P + N) at those bounds", "share", "global"),
+    ),
     (
         re.compile(r"eval/[\w-]+/avg@\d+"),
         Metric("eval/<set>/avg@k", "mean reward over k samples of every problem", "reward", "global"),

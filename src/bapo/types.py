@@ -6,8 +6,8 @@ Shapes: B sequences, T tokens, V vocabulary, G responses per prompt (group). Slo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -130,30 +130,31 @@ class Scores:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss sees of a micro-batch; all [B, T]. `response_mask` is bool; masked slots may hold anything."""
+    """What a loss sees of a micro-batch; all [B, T]. `response_mask` is bool; masked slots may hold anything.
+
+    `weights` >= 0: how often a token's objective counts (aggregation, mismatch correction, token filter); None: once.
+    Masses are weighted likewise: P and N are those of what is optimised.
+    """
 
     logprobs: Tensor
     behaviour_logprobs: Tensor
     advantages: Tensor
     response_mask: Tensor
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ClipBounds:
     """Bounds on the importance ratio itself (0.8, 1.2), never an epsilon; 0-dim tensors.
 
-    The search's account of itself (None for a loss that does not search): `positive_ratio` at these bounds,
-    `positive_ratio_start` at the start of both ranges, and three flags as 0/1: `target_met`, `saturated` (both bounds at
-    the end of their ranges), `search_effective` (some candidate changes the ratio at all).
+    `positive_ratio` at these bounds and `metrics`, the search's account of itself under names of `bapo.metrics`, belong to the
+    tally it was made from; None and empty for a loss that does not search.
     """
 
     clip_low: Tensor
     clip_high: Tensor
     positive_ratio: Tensor | None = None
-    positive_ratio_start: Tensor | None = None
-    target_met: Tensor | None = None
-    saturated: Tensor | None = None
-    search_effective: Tensor | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ class Loss(Protocol):
     """A policy loss: tally every micro-batch, sum the tallies, choose bounds once, then call on every micro-batch."""
 
     adaptive: bool  # do the bounds depend on the tally? If not, `choose` ignores it and no pass is spent on it.
+    bounds_scope: Literal["update", "micro_batch"]  # what a tally is summed over before `choose`
 
     def tally(self, inputs: LossInputs) -> Tensor:
         """A float64 vector that adds up over micro-batches and ranks. No autograd graph, no host synchronisation."""
@@ -181,7 +183,7 @@ class Loss(Protocol):
         ...
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        """Loss of one micro-batch: its token sum over `denominator`, the trained tokens of the whole update (0-dim)."""
+        """Loss of one micro-batch: its weighted token sum over `denominator`, a count over the whole update (0-dim)."""
         ...
 
 
