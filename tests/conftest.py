@@ -121,6 +121,9 @@ class FixedPolicy:
     def score(self, batch: Batch) -> Scores:
         return Scores(torch.where(batch.response_mask, -2.0, 0.0), torch.zeros_like(batch.behaviour_logprobs))
 
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        return torch.zeros_like(batch.behaviour_logprobs)
+
     def version(self) -> int:
         return self.at
 
@@ -139,6 +142,8 @@ def random_batch(rows: int, seed: int = 0, vocabulary: int = 15, prompt: int = 3
         response_mask=response,
         behaviour_logprobs=torch.where(response, -3 * torch.rand(rows, width, generator=generator), 0.0),
         sampler_logprobs=torch.zeros(rows, width),
+        behaviour_entropy=torch.where(response, 3 * torch.rand(rows, width, generator=generator), 0.0),
+        reference_logprobs=torch.zeros(rows, width),
         policy_version=torch.where(response, version, -1),
         advantages=torch.randn(rows, generator=generator),
         rewards=torch.zeros(rows),

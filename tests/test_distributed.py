@@ -15,6 +15,7 @@ import torch
 from conftest import REPOSITORY, SMALL, random_batch, run_experiment
 from test_module import BAPO, Rounds, Rows, behaviour_of
 
+from bapo.losses.weights import Objective
 from bapo.module import BapoModule
 from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy, load_model
@@ -58,7 +59,7 @@ def train_rank(rank: int, world: int, port: int, folder: Path, batches: list[Bat
                 self.trainer.strategy.model.register_comm_hook(None, hook)
 
     mine = [batch.select(torch.arange(len(batch))[rank::world]) for batch in batches]
-    module = Counting(CausalLMPolicy(load_model(folder)), BAPO, Optimizer(lr=1e-2), 24, 100)
+    module = Counting(CausalLMPolicy(load_model(folder)), BAPO, Objective(), Optimizer(lr=1e-2), 24, 100)
     rows = Rows()
     trainer = L.Trainer(
         accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", max_epochs=1, logger=rows,

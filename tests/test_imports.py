@@ -43,7 +43,7 @@ ROWS["run"] = set(ROWS) - {"cli"}
 THIRD_PARTY: dict[str, set[str]] = {
     "__init__": set(),
     "types": {"torch"},
-    "metrics": set(),
+    "metrics": {"torch"},
     "ops": {"torch"},
     "losses": {"torch"},
     "advantages": {"torch"},

@@ -15,11 +15,12 @@ from lightning.pytorch.loggers import Logger
 
 from bapo.data.datamodule import EpochLoader
 from bapo.losses import BapoLoss, BoundRange, FixedClipLoss
-from bapo.metrics import METRICS
+from bapo.losses.weights import Objective
+from bapo.metrics import lookup
 from bapo.module import BapoModule
 from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy, load_model
-from bapo.types import Batch, MiniBatch
+from bapo.types import Batch, LossInputs, MiniBatch
 
 BAPO = BapoLoss(0.55, BoundRange(0.6, 0.9, 0.02), BoundRange(1.2, 3.0, 0.05))
 GRPO = FixedClipLoss(0.8, 1.2)
@@ -57,7 +58,7 @@ class Rounds(L.LightningDataModule):
 
 def fit(folder: Path, epochs: list[list[Batch]], loss=BAPO, budget: int = 10_000, optimizer=None, policy=None, **trainer):
     policy = policy or CausalLMPolicy(load_model(folder))
-    module = BapoModule(policy, loss, optimizer or Optimizer(lr=1e-2), budget, total_updates=100)
+    module = BapoModule(policy, loss, Objective(), optimizer or Optimizer(lr=1e-2), budget, total_updates=100)
     rows = Rows()
     options = {"max_epochs": len(epochs), "logger": rows, "enable_checkpointing": False, "log_every_n_steps": 1} | trainer
     trainer = L.Trainer(
@@ -85,7 +86,7 @@ def gradient_of_one_update(folder: Path, batch: Batch, loss, budget: int) -> tup
             seen.append(torch.cat([p.grad.flatten() for p in self.policy.parameters()]))
             return super()._step(*args)
 
-    module = Spy(CausalLMPolicy(load_model(folder)), loss, Optimizer(lr=1e-3, max_grad_norm=1e9), budget, 10)
+    module = Spy(CausalLMPolicy(load_model(folder)), loss, Objective(), Optimizer(lr=1e-3, max_grad_norm=1e9), budget, 10)
     rows = Rows()
     trainer = L.Trainer(
         max_epochs=1, accelerator="cpu", logger=rows, enable_checkpointing=False, enable_progress_bar=False,
@@ -155,9 +156,9 @@ def test_learning_rate_zero_leaves_every_ratio_at_one(model_folder):
 class CountForwards(CausalLMPolicy):
     calls = 0
 
-    def forward(self, batch):
+    def forward(self, batch, entropy_graph=False):
         self.calls += 1
-        return super().forward(batch)
+        return super().forward(batch, entropy_graph)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_lightnings_own_accumulation_and_clipping_are_refused_in_manual_mode(mod
 
 
 def test_the_gradient_is_clipped_once_per_update_and_logged_before(model_folder):
-    module = BapoModule(CausalLMPolicy(load_model(model_folder)), GRPO, Optimizer(lr=1.0, max_grad_norm=1.0), 1, 1)
+    module = BapoModule(CausalLMPolicy(load_model(model_folder)), GRPO, Objective(), Optimizer(lr=1.0, max_grad_norm=1.0), 1, 1)
     first, second, *rest = module.policy.parameters()
     seen = {}
 
@@ -302,7 +303,7 @@ def test_every_update_logs_one_row_of_registered_finite_metrics(model_folder, lo
     _, rows, _ = fit(model_folder, [[batch, batch]] * 2, loss, budget=20)
     assert len(rows.rows) == 4
     for _, row in rows.rows:
-        assert row.keys() <= METRICS.keys()
+        assert all(lookup(name) for name in row)
         assert all(torch.isfinite(torch.tensor(v)) for v in row.values())
         for name in ("bounds/clip_low", "bounds/clip_high", "bounds/positive_ratio", "policy/entropy", "staleness/mean"):
             assert name in row
@@ -323,3 +324,111 @@ def test_learning_rate_schedules():
 def test_an_optimizer_out_of_bounds_is_refused(field, value):
     with pytest.raises(ValueError, match=rf"optimizer\.{field} is"):
         Optimizer(**{"lr": 1e-3, field: value})
+
+
+def objective_update(
+    folder: Path, batch: Batch, objective: Objective, budget: int, loss=GRPO, reference=None
+) -> tuple[torch.Tensor, dict]:
+    """Weights after one update, and its row."""
+    policy = CausalLMPolicy(load_model(folder))
+    module = BapoModule(policy, loss, objective, Optimizer(lr=1e-2), budget, 10)
+    rows = Rows()
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=rows, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Rounds([[batch]]))
+    return weights(module), rows.rows[0][1]
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective(aggregation="sequence_mean"),
+        Objective(aggregation="sequence_sum", sequence_constant=9),
+        Objective(correction="token_tis"),
+        Objective(correction="sequence_mis"),
+        Objective(top_entropy_frac=0.2),
+        Objective(entropy_bonus=0.1),
+        Objective(reference_kl=0.5),
+    ],
+    ids=lambda o: next(f"{k}={v}" for k, v in vars(o).items() if v != getattr(Objective(), k)),
+)
+def test_every_objective_trains_the_same_however_it_is_cut_and_not_as_the_default(model_folder, objective):
+    batch = replace(random_batch(8, seed=6, version=-3), sampler_logprobs=random_batch(8, seed=7).behaviour_logprobs)
+    batch = replace(
+        batch,
+        sampler_logprobs=torch.where(
+            batch.response_mask, batch.behaviour_logprobs + 0.9 * torch.randn(batch.input_ids.shape), 0
+        ),
+    )
+    reference = CausalLMPolicy(load_model(model_folder))
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.add_(0.1 * torch.randn(p.shape))
+    batch = replace(batch, reference_logprobs=reference.score(batch, 10_000).logprobs)
+    whole, row = objective_update(model_folder, batch, objective, 10_000)
+    for budget in (4 * int(batch.lengths().max()), 1):
+        cut, cut_row = objective_update(model_folder, batch, objective, budget)
+        torch.testing.assert_close(cut, whole, atol=1e-5, rtol=1e-4)
+        for name, value in row.items():
+            if not name.startswith(("time/", "perf/")):
+                assert cut_row[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    default, _ = objective_update(model_folder, batch, Objective(), 10_000)
+    assert float((whole - default).norm()) > 1e-3
+
+
+def test_the_entropy_filter_keeps_its_share_of_the_whole_update(model_folder):
+    batch = random_batch(32, seed=3, version=-3)
+    _, row = objective_update(model_folder, batch, Objective(top_entropy_frac=0.2), 1)
+    assert row["policy/kept_token_frac"] == pytest.approx(0.2, abs=0.02)
+
+
+def several_updates(folder: Path, batch: Batch, objective: Objective) -> Rows:
+    reference = CausalLMPolicy(load_model(folder))
+    batch = replace(batch, reference_logprobs=reference.score(batch, 10_000).logprobs)
+    module = BapoModule(CausalLMPolicy(load_model(folder)), GRPO, objective, Optimizer(lr=2e-3), 999, 10, reference)
+    rows = Rows()
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=rows, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Rounds([[batch] * 6]))
+    return rows
+
+
+def test_the_entropy_bonus_raises_entropy(model_folder):
+    still = replace(behaviour_of(model_folder, random_batch(8)), advantages=torch.zeros(8))
+    entropy = several_updates(model_folder, still, Objective(entropy_bonus=1.0))["policy/entropy"]
+    assert entropy == sorted(entropy)
+    assert entropy[-1] > entropy[0] + 0.001
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_reference_penalty_holds_the_policy_back(model_folder, estimator):
+    batch = behaviour_of(model_folder, random_batch(8))
+    free = several_updates(model_folder, batch, Objective(reference_kl=1e-9, kl_estimator=estimator))["policy/reference_kl"]
+    held = several_updates(model_folder, batch, Objective(reference_kl=10.0, kl_estimator=estimator))["policy/reference_kl"]
+    assert free[0] == held[0] == 0.0
+    assert 0 < held[-1] < free[-1] / 2
+
+
+def test_bounds_of_each_micro_batch_are_its_own_and_logged_as_their_mean(model_folder):
+    batch = random_batch(8, seed=6, version=-3)
+    searching = replace(BAPO, target_positive_ratio=0.7)
+    own = replace(searching, bounds_scope="micro_batch")
+    _, one = objective_update(model_folder, batch, Objective(), 10_000, own)
+    _, update = objective_update(model_folder, batch, Objective(), 10_000, searching)
+    assert one["bounds/clip_high"] == pytest.approx(update["bounds/clip_high"])
+    _, cut = objective_update(model_folder, batch, Objective(), 1, own)
+    high = []
+    for row in range(8):
+        alone = batch.select(torch.tensor([row]))
+        logprobs = CausalLMPolicy(load_model(model_folder)).score(alone, 999).logprobs
+        inputs = LossInputs(
+            logprobs, alone.behaviour_logprobs, alone.advantages[:, None].expand_as(logprobs), alone.response_mask
+        )
+        tokens = int(alone.response_mask.sum())
+        high += [float(own.choose(own.tally(inputs)).clip_high)] * tokens
+    assert cut["bounds/clip_high"] == pytest.approx(sum(high) / len(high), rel=1e-5)
+    assert len(set(high)) > 1

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 Reduction = Literal["sum", "token_mean", "max", "global"]
 """How parts over micro-batches and ranks become one value: their sum; their sum over the trained tokens of the update; their
@@ -114,3 +118,34 @@ def lookup(name: str) -> Metric:
             return metric
     near = difflib.get_close_matches(name, METRICS, n=1)
     raise KeyError(f"metric {name!r} is not registered in bapo.metrics" + (f"; nearest: {near[0]!r}" if near else ""))
+
+
+class MetricParts:
+    """Adds up the parts of metrics over micro-batches, then over ranks, each as its `reduction` says.
+
+    A `global` metric that comes in parts (the bounds of each micro-batch) becomes their mean, weighted by `weight`.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, Tensor] = {}
+
+    def add(self, parts: Mapping[str, Tensor], weight: Tensor | float = 1.0) -> None:
+        for name, part in parts.items():
+            part = part.detach().double() * weight
+            if name not in self.parts:
+                self.parts[name] = part
+            elif lookup(name).reduction == "max":
+                self.parts[name] = torch.maximum(self.parts[name], part)
+            else:
+                self.parts[name] = self.parts[name] + part
+
+    def reduce(self, gather: Callable[[Tensor], Tensor], tokens: float) -> dict[str, float]:
+        """`gather`: [n] -> [ranks, n]; `tokens`: trained tokens of the update. Every rank holds the same names."""
+        names = sorted(self.parts)
+        gathered = gather(torch.stack([self.parts[name] for name in names])).cpu()
+        sums, largest = gathered.sum(dim=0).tolist(), gathered.amax(dim=0).tolist()
+        row = {}
+        for name, total, peak in zip(names, sums, largest, strict=True):
+            reduction = lookup(name).reduction
+            row[name] = peak if reduction == "max" else total if reduction == "sum" else total / max(1, tokens)
+        return row

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -14,11 +15,13 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
-from bapo.metrics import lookup
-from bapo.ops.microbatch import cut_by_tokens
+from bapo.losses.regularisers import entropy_bonus, reference_kl
+from bapo.losses.weights import Objective, entropy_filter, entropy_histogram, entropy_threshold
+from bapo.metrics import MetricParts, lookup
+from bapo.ops.microbatch import MicroBatch, cut_by_tokens
 from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy
-from bapo.types import Batch, ClipBounds, Loss, LossInputs, MiniBatch, Scores
+from bapo.types import Batch, ClipBounds, Loss, LossInputs, LossOutput, MiniBatch, Scores
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +35,26 @@ class BapoModule(L.LightningModule):
     whole update, and the bounds come from tallies summed over all of it. `total_updates` is the horizon of the lr schedule.
     """
 
-    def __init__(self, policy: CausalLMPolicy, loss: Loss, optimizer: Optimizer, token_budget: int, total_updates: int):
+    def __init__(
+        self,
+        policy: CausalLMPolicy,
+        loss: Loss,
+        objective: Objective,
+        optimizer: Optimizer,
+        token_budget: int,
+        total_updates: int,
+        reference: CausalLMPolicy | None = None,
+    ):
         super().__init__()
         self.automatic_optimization = False
         self.policy = policy
         self.loss = loss
+        self.objective = objective
         self.optimizer = optimizer
         self.token_budget = token_budget
         self.total_updates = total_updates
+        # In a tuple Lightning does not see it: a frozen model belongs neither into checkpoints nor to the gradient exchange.
+        self._reference = (reference,)
         self.skipped_updates = 0
         self.skips_in_a_row = 0
         self.latest: dict[str, float] = {}
@@ -52,6 +67,12 @@ class BapoModule(L.LightningModule):
     def score(self, batch: Batch) -> Scores:
         return self.policy.score(batch, self.token_budget)
 
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        (reference,) = self._reference
+        if reference is None:
+            return torch.zeros_like(batch.behaviour_logprobs)
+        return reference.to(self.device).score(batch, self.token_budget).logprobs
+
     def version(self) -> int:
         return self.global_step
 
@@ -60,49 +81,92 @@ class BapoModule(L.LightningModule):
     def training_step(self, minibatch: MiniBatch, batch_idx: int) -> None:
         start = time.perf_counter()
         whole = minibatch.sequences
-        micro_batches = [whole.select(rows) for rows in cut_by_tokens(whole.lengths(), self.token_budget)]
-        single = self.policy(micro_batches[0]) if len(micro_batches) == 1 else None
-        bounds, denominator = self._choose(micro_batches, single)
+        micro_batches = self._weighted([whole.select(rows) for rows in cut_by_tokens(whole.lengths(), self.token_budget)])
+        single = self._score(micro_batches[0]) if len(micro_batches) == 1 else None
+        plan = self._plan(micro_batches, single)
 
         parts = MetricParts()
         for index, micro in enumerate(micro_batches):
             with self._synchronised(index == len(micro_batches) - 1):
-                scores = single or self.policy(micro)
-                output = self.loss(_loss_inputs(micro, scores), bounds, denominator)
+                scores = single or self._score(micro)
+                inputs = micro.loss_inputs(scores.logprobs)
+                bounds = plan.bounds or self.loss.choose(self.loss.tally(_detached(inputs)))
+                output = self.loss(inputs, bounds, plan.denominator)
+                loss, metrics = self._regularised(output, micro, scores, plan.denominator)
                 # Data-parallel ranks average their gradients; the denominator is already global, so they must add up.
-                self.manual_backward(output.loss * self.trainer.world_size)
-            parts.add(output.metrics)
-            parts.add(_state_metrics(micro, scores, self.global_step))
+                self.manual_backward(loss * self.trainer.world_size)
+            parts.add(metrics | micro.metrics | _state_metrics(micro.batch, scores, self.global_step))
+            if plan.bounds is None:
+                parts.add(_bounds_metrics(bounds), weight=micro.batch.response_mask.sum())
 
-        row = parts.reduce(self._gather, float(denominator))
+        row = parts.reduce(self._gather, plan.tokens)
+        if plan.bounds is not None:
+            found = _bounds_metrics(plan.bounds)
+            row |= dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
         lr = self._optimizer().param_groups[0]["lr"]
-        grad_norm, stepped = self._step(row["policy/loss"], float(denominator))
+        grad_norm, stepped = self._step(row["policy/loss"], plan.tokens)
         if stepped:
-            row |= _bounds_metrics(bounds, row)
+            positive, negative = row["bounds/positive_mass"], row["bounds/negative_mass"]
+            row |= {"bounds/positive_ratio": positive / (positive + negative) if negative else 1.0}
             row |= {"policy/grad_norm": grad_norm, "policy/lr": lr, "policy/skipped_updates": self.skipped_updates}
             seconds = time.perf_counter() - start
-            row |= {"time/train": seconds, "perf/tokens_per_s": float(denominator) / seconds}
+            row |= {"time/train": seconds, "perf/tokens_per_s": plan.tokens / seconds}
             self.log_row(row | minibatch.metrics)
 
-    def _choose(self, micro_batches: list[Batch], single: Scores | None) -> tuple[ClipBounds, Tensor]:
-        """Pass 1: bounds and trained tokens of the whole update, in one collective. No pass where it cannot matter."""
-        tokens = torch.zeros(1, dtype=torch.float64, device=self.device)
+    def _score(self, micro: MicroBatch) -> Scores:
+        return self.policy(micro.batch, entropy_graph=self.objective.entropy_bonus > 0)
+
+    def _weighted(self, batches: list[Batch]) -> list[MicroBatch]:
+        """Each micro-batch with the weights of its tokens. The entropy filter asks the whole update where its threshold is."""
+        kept: list[Tensor | None] = [None] * len(batches)
+        if self.objective.top_entropy_frac < 1:
+            upper = math.log(self.policy.model.config.vocab_size)
+            counts = sum(entropy_histogram(b.behaviour_entropy, b.response_mask, upper) for b in batches)
+            assert isinstance(counts, Tensor)
+            threshold = entropy_threshold(self._gather(counts).sum(dim=0), self.objective.top_entropy_frac, upper)
+            kept = [entropy_filter(b.behaviour_entropy, b.response_mask, threshold) for b in batches]
+        weighted = []
+        for batch, keep in zip(batches, kept, strict=True):
+            mask = batch.response_mask
+            weights, metrics = self.objective.weights(mask, batch.behaviour_logprobs, batch.sampler_logprobs, keep)
+            weighted.append(MicroBatch(batch, weights, metrics))
+        return weighted
+
+    @torch.no_grad()
+    def _plan(self, micro_batches: list[MicroBatch], single: Scores | None) -> Plan:
+        """Pass 1: bounds and denominator of the whole update, in one collective. No pass where it cannot matter."""
+        counts = torch.zeros(2, dtype=torch.float64, device=self.device)
         tally: Tensor | float = 0.0
-        with torch.no_grad():
-            for micro in micro_batches:
-                tokens += micro.response_mask.sum()
-                if not self.loss.adaptive:
-                    scores = Scores(micro.behaviour_logprobs, micro.behaviour_logprobs)
-                elif single is not None:
-                    scores = Scores(single.logprobs.detach(), single.entropy)
-                elif _is_fresh(micro, self.global_step):  # the policy still is the one that sampled: every ratio is 1
-                    scores = Scores(micro.behaviour_logprobs, micro.behaviour_logprobs)
-                else:
-                    scores = self.policy(micro)
-                tally = tally + self.loss.tally(_loss_inputs(micro, scores))
+        for micro in micro_batches:
+            mask = micro.batch.response_mask
+            counts += torch.stack([mask.sum().double(), self.objective.count(mask)])
+            if self.loss.bounds_scope == "micro_batch" or not self.loss.adaptive or _is_fresh(micro.batch, self.global_step):
+                # Nothing will be read off the tally; or the policy still is the one that sampled, and every ratio is 1.
+                logprobs = micro.batch.behaviour_logprobs
+            else:
+                logprobs = (single or self.policy(micro.batch)).logprobs.detach()
+            tally = tally + self.loss.tally(micro.loss_inputs(logprobs))
         assert isinstance(tally, Tensor)
-        total = self._gather(torch.cat([tokens, tally])).sum(dim=0)
-        return self.loss.choose(total[1:]), total[0]
+        total = self._gather(torch.cat([counts, tally])).sum(dim=0)
+        bounds = None if self.loss.bounds_scope == "micro_batch" else self.loss.choose(total[2:])
+        return Plan(bounds, denominator=total[1], tokens=float(total[0]))
+
+    def _regularised(
+        self, output: LossOutput, micro: MicroBatch, scores: Scores, denominator: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The policy loss with the objective's other terms, and their metrics."""
+        objective, mask = self.objective, micro.batch.response_mask
+        loss, metrics = output.loss, output.metrics
+        if objective.entropy_bonus:
+            scale = objective.scale(mask)
+            loss = loss + entropy_bonus(scores.entropy, mask, scale, denominator, objective.entropy_bonus)
+        if objective.reference_kl:
+            penalty = reference_kl(
+                scores.logprobs, micro.batch.reference_logprobs, mask, objective.scale(mask), denominator,
+                objective.reference_kl, objective.kl_estimator,
+            )  # fmt: skip
+            loss, metrics = loss + penalty.loss, metrics | penalty.metrics
+        return loss, metrics
 
     def _step(self, loss: float, tokens: float) -> tuple[float, bool]:
         """Clips the gradient and steps; returns (norm before clipping, stepped).
@@ -172,51 +236,31 @@ class BapoModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["bapo"] = {"skipped_updates": self.skipped_updates, "skips_in_a_row": self.skips_in_a_row}
+        if hasattr(self.loss, "state_dict"):  # a loss that learns from update to update
+            checkpoint["bapo"]["loss"] = self.loss.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.skipped_updates = checkpoint["bapo"]["skipped_updates"]
         self.skips_in_a_row = checkpoint["bapo"]["skips_in_a_row"]
+        if hasattr(self.loss, "load_state_dict"):
+            self.loss.load_state_dict(checkpoint["bapo"]["loss"])
 
 
-class MetricParts:
-    """Adds up the parts of metrics over micro-batches, then over ranks, each as its `reduction` says."""
+@dataclass(frozen=True)
+class Plan:
+    """What pass 1 settles for the whole update: bounds (None: each micro-batch its own), denominator, trained tokens."""
 
-    def __init__(self) -> None:
-        self.parts: dict[str, Tensor] = {}
-
-    def add(self, parts: dict[str, Tensor]) -> None:
-        for name, part in parts.items():
-            part = part.detach().double()
-            if name not in self.parts:
-                self.parts[name] = part
-            elif lookup(name).reduction == "max":
-                self.parts[name] = torch.maximum(self.parts[name], part)
-            else:
-                self.parts[name] = self.parts[name] + part
-
-    def reduce(self, gather: Any, tokens: float) -> dict[str, float]:
-        """`gather`: [n] -> [ranks, n]; `tokens`: trained tokens of the update. Every rank holds the same names."""
-        names = sorted(self.parts)
-        gathered = gather(torch.stack([self.parts[name] for name in names])).cpu()
-        sums, largest = gathered.sum(dim=0).tolist(), gathered.amax(dim=0).tolist()
-        row = {}
-        for name, total, peak in zip(names, sums, largest, strict=True):
-            reduction = lookup(name).reduction
-            row[name] = peak if reduction == "max" else total / max(1, tokens) if reduction == "token_mean" else total
-        return row
+    bounds: ClipBounds | None
+    denominator: Tensor
+    tokens: float
 
 
 def _is_fresh(batch: Batch, version: int) -> bool:
     return bool((batch.policy_version[batch.response_mask] == version).all())
 
 
-def _loss_inputs(batch: Batch, scores: Scores) -> LossInputs:
-    return LossInputs(
-        logprobs=scores.logprobs,
-        behaviour_logprobs=batch.behaviour_logprobs,
-        advantages=batch.advantages[:, None].expand_as(batch.behaviour_logprobs),
-        response_mask=batch.response_mask,
-    )
+def _detached(inputs: LossInputs) -> LossInputs:
+    return replace(inputs, logprobs=inputs.logprobs.detach())
 
 
 def _state_metrics(batch: Batch, scores: Scores, version: int) -> dict[str, Tensor]:
@@ -224,15 +268,5 @@ def _state_metrics(batch: Batch, scores: Scores, version: int) -> dict[str, Tens
     return {"policy/entropy": scores.entropy.sum(), "staleness/mean": age.sum(), "staleness/max": age.max()}
 
 
-def _bounds_metrics(bounds: ClipBounds, row: dict[str, float]) -> dict[str, float]:
-    """`bounds/*`: for every loss the bounds and the positive ratio at them, for a searching one its account of the search."""
-    positive, negative = row["bounds/positive_mass"], row["bounds/negative_mass"]
-    metrics = {
-        "bounds/clip_low": float(bounds.clip_low),
-        "bounds/clip_high": float(bounds.clip_high),
-        "bounds/positive_ratio": positive / (positive + negative) if negative else 1.0,
-    }
-    for name in ("positive_ratio_start", "target_met", "saturated", "search_effective"):
-        if (value := getattr(bounds, name)) is not None:
-            metrics[f"bounds/{name}"] = float(value)
-    return metrics
+def _bounds_metrics(bounds: ClipBounds) -> dict[str, Tensor]:
+    return {"bounds/clip_low": bounds.clip_low, "bounds/clip_high": bounds.clip_high, **bounds.metrics}

@@ -225,13 +225,19 @@ def _build_training(parts: Mapping[str, Any], folder: Path) -> tuple[BapoModule,
     path: Any = policy_options.path or policy_options.warm_start(parts["task"])  # type: ignore[misc]
     source: dict[str, Any] = {"revision": policy_options.revision, "trust_remote_code": policy_options.trust_remote_code}
     model = load_model(path, policy_options.dtype, **source)
+    reference = None
+    if parts["objective"].reference_kl:  # the policy as it was before training
+        frozen = load_model(path, policy_options.dtype, **source)
+        reference = CausalLMPolicy(frozen, rollout.sampling.temperature, policy_options.chunk_tokens)
     engine = rollout.engine(model_path=path, dtype=DTYPES[policy_options.dtype], **source)
     module = BapoModule(
         CausalLMPolicy(model, rollout.sampling.temperature, policy_options.chunk_tokens),
         parts["loss"],
+        parts["objective"],
         parts["optimizer"],
         options.micro_batch_tokens,
         options.max_rounds * schedule.updates_per_round,
+        reference,
     )
     collector = Collector(engine, parts["task"], load_tokenizer(path, **source), parts["advantage"], rollout, parts["seed"])
     data = RolloutDataModule(collector, schedule, folder / "rounds", parts["seed"])

@@ -75,7 +75,8 @@ class Batch:
     """Sequences to train on: a pool, a mini-batch or a micro-batch.
 
     input_ids, policy_version: int64 [B, T]; attention_mask, response_mask: bool [B, T];
-    behaviour_logprobs, sampler_logprobs: float32 [B, T], 0 outside the response; advantages, rewards: float32 [B].
+    behaviour_logprobs, sampler_logprobs, behaviour_entropy, reference_logprobs: float32 [B, T], 0 outside the response
+    (reference_logprobs everywhere, without a reference policy); advantages, rewards: float32 [B].
     policy_version is the number of optimizer updates behind the weights that drew the token, -1 outside the response.
     """
 
@@ -84,6 +85,8 @@ class Batch:
     response_mask: Tensor
     behaviour_logprobs: Tensor
     sampler_logprobs: Tensor
+    behaviour_entropy: Tensor
+    reference_logprobs: Tensor
     policy_version: Tensor
     advantages: Tensor
     rewards: Tensor
@@ -216,6 +219,10 @@ class PolicyHandle(Protocol):
 
     def score(self, batch: Batch) -> Scores:
         """Log-probs and entropies without a graph, on the CPU, whatever the size of `batch`."""
+        ...
+
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """Log-probs under the frozen reference policy, float32 [B, T] on the CPU; zeros if there is none."""
         ...
 
     def version(self) -> int:

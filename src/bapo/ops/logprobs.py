@@ -12,20 +12,26 @@ Head = Callable[[Tensor], Tensor]
 
 
 def token_logprobs(
-    hidden: Tensor, targets: Tensor, head: Head, temperature: float = 1.0, chunk_tokens: int = 4096
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    temperature: float = 1.0,
+    chunk_tokens: int = 4096,
+    entropy_graph: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(head(hidden) / temperature)[target] and the entropy of that distribution, per token.
 
     hidden: [N, H], any float dtype; targets: int64 [N]; head: [n, H] -> [n, V]. Returns float32 (logprobs [N], entropy [N]).
-    The entropy has no graph. Logits live for one chunk of `chunk_tokens` at a time, in forward and, since each chunk is
-    recomputed there, in backward too: at most chunk_tokens * V numbers.
+    The entropy has a graph only if `entropy_graph`. Logits live for one chunk of `chunk_tokens` at a time, in forward and, since
+    each chunk is recomputed there, in backward too: at most chunk_tokens * V numbers.
     """
 
     def chunk(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(h).float() / temperature
         logprobs = logits.log_softmax(dim=-1)
-        with torch.no_grad():
-            entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)
+        with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
+            # Not entr(p): its gradient at p = 0 is infinite, this one's is 0.
+            entropy = -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
         return logprobs.gather(-1, y[:, None]).squeeze(-1), entropy
 
     if len(targets) <= chunk_tokens:  # nothing to save: one chunk is the bound anyway

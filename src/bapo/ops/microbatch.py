@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from bapo.types import Batch, LossInputs
 
 
 def cut_by_tokens(lengths: Tensor, token_budget: int) -> list[Tensor]:
@@ -23,3 +27,21 @@ def cut_by_tokens(lengths: Tensor, token_budget: int) -> list[Tensor]:
         cuts.append(order[start : start + rows])
         start += rows
     return cuts
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch, the weights [B, T] of its tokens, and its part of the metrics of that weighting."""
+
+    batch: Batch
+    weights: Tensor
+    metrics: dict[str, Tensor]
+
+    def loss_inputs(self, logprobs: Tensor) -> LossInputs:
+        return LossInputs(
+            logprobs=logprobs,
+            behaviour_logprobs=self.batch.behaviour_logprobs,
+            advantages=self.batch.advantages[:, None].expand_as(self.batch.behaviour_logprobs),
+            response_mask=self.batch.response_mask,
+            weights=self.weights,
+        )

@@ -32,7 +32,7 @@ class CausalLMPolicy(nn.Module):
         self.chunk_tokens = chunk_tokens
         switch_off_dropout(model)
 
-    def forward(self, batch: Batch) -> Scores:
+    def forward(self, batch: Batch, entropy_graph: bool = False) -> Scores:
         """Scores of the response tokens of `batch` [B, T]; no other position is ever projected to the vocabulary."""
         hidden = self.model.base_model(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), use_cache=False
@@ -44,6 +44,7 @@ class CausalLMPolicy(nn.Module):
             self.model.get_output_embeddings(),
             self.temperature,
             self.chunk_tokens,
+            entropy_graph,
         )
         blank = torch.zeros(batch.input_ids.shape, dtype=torch.float32, device=hidden.device)
         return Scores(

@@ -171,15 +171,18 @@ class Collector:
 
     def _score(self, batch: Batch, policy: PolicyHandle, ranks: Ranks) -> Batch:
         """Behaviour log-probs from the trainer itself: the engine's may come from other kernels or another precision."""
-        behaviour = torch.zeros_like(batch.behaviour_logprobs)
+        scored = torch.zeros(3, *batch.input_ids.shape)  # behaviour log-probs, their entropy, reference log-probs
         rows = torch.arange(len(batch))[ranks.rank :: ranks.world]
-        mine = behaviour[rows]
+        mine = scored[:, rows]
         if len(rows):
             share = batch.select(rows)
-            mine[:, : share.input_ids.shape[1]] = policy.score(share).logprobs
+            scores = policy.score(share)
+            found = torch.stack([scores.logprobs, scores.entropy, policy.reference_logprobs(share)])
+            mine[:, :, : share.input_ids.shape[1]] = found
         for rank, part in enumerate(ranks.gather(mine)):
-            behaviour[rank :: ranks.world] = part
-        return replace(batch, behaviour_logprobs=behaviour)
+            scored[:, rank :: ranks.world] = part
+        behaviour, entropy, reference = scored
+        return replace(batch, behaviour_logprobs=behaviour, behaviour_entropy=entropy, reference_logprobs=reference)
 
 
 def pool_metrics(samples: Sequence[Sample], rewards: Tensor, kept: Tensor, group_size: int) -> dict[str, float]:

@@ -60,7 +60,9 @@ def load_pool(folder: Path, round_index: int) -> Pool | None:
 
 
 def collate(rollouts: Sequence[Rollout], rewards: Tensor, advantages: Tensor, pad_id: int) -> Batch:
-    """Rows of token ids -> tensors [N, T]. `behaviour_logprobs` starts as a copy of `sampler_logprobs`.
+    """Rows of token ids -> tensors [N, T]. What a policy scores comes later.
+
+    `behaviour_logprobs` starts as a copy of `sampler_logprobs`.
 
     Masks come from lengths, never from token values: the end-of-sequence token is trained on even where pad has the same id.
     """
@@ -85,6 +87,8 @@ def collate(rollouts: Sequence[Rollout], rewards: Tensor, advantages: Tensor, pa
         response_mask=response_mask,
         behaviour_logprobs=sampler_logprobs.clone(),
         sampler_logprobs=sampler_logprobs,
+        behaviour_entropy=torch.zeros(shape),
+        reference_logprobs=torch.zeros(shape),
         policy_version=policy_version,
         advantages=advantages.float(),
         rewards=rewards.float(),
