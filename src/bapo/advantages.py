@@ -1,4 +1,7 @@
-"""Group-relative advantages: a response is judged against the other responses to its own prompt."""
+"""Group-relative advantages: a response is judged against the other responses to its own prompt.
+
+Each is computed over every group drawn for a pool; groups of equal rewards leave the pool afterwards (`zero_variance`).
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,41 @@ class GroupRelativeAdvantage:
         return group_advantages(rewards, uids, self.normalize_std, self.eps)
 
 
+@dataclass(frozen=True)
+class LeaveOneOutAdvantage:
+    """A_i = R_i - mean of the other rewards of its group = G / (G - 1) (R_i - mean(group)). Source: RLOO, arXiv 2402.14740."""
+
+    def __call__(self, rewards: Tensor, uids: Sequence[str]) -> Tensor:
+        """Advantages of rewards [N] in groups named by `uids`, float32 [N]."""
+        values, groups = _groups(rewards, uids)
+        centred = _centred(values, groups)
+        sizes = {row: len(rows) for rows in groups for row in rows}
+        return _tensor([sizes[row] * c / (sizes[row] - 1) if c else 0.0 for row, c in enumerate(centred)], rewards)
+
+
+@dataclass(frozen=True)
+class BatchNormalizedAdvantage:
+    """A_i = (R_i - mean(group)) / (std + eps), std of R - mean(group) over the N rewards of the whole pool, over N - 1.
+
+    The pool's mean of R - mean(group) is 0 and not taken off again. Groups of equal rewards count in N and in the std, though
+    they are not trained on. Source: REINFORCE++ with group baseline, arXiv 2501.03262. Errors: ValueError if eps < 0.
+    """
+
+    eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.eps >= 0:
+            raise ValueError(f"eps is {self.eps}; it must be >= 0")
+
+    def __call__(self, rewards: Tensor, uids: Sequence[str]) -> Tensor:
+        """Advantages of rewards [N] in groups named by `uids`, float32 [N]."""
+        values, groups = _groups(rewards, uids)
+        centred = _centred(values, groups)
+        squares = math.fsum(c**2 for c in centred)
+        scale = math.sqrt(squares / (len(centred) - 1)) + self.eps if squares else 1.0
+        return _tensor([c / scale for c in centred], rewards)
+
+
 def group_advantages(rewards: Tensor, uids: Sequence[str], normalize_std: bool = True, eps: float = 0.0) -> Tensor:
     """Rewards centred within their group and divided by its sample std, float32 [N]; rows may come in any order.
 
@@ -37,17 +75,14 @@ def group_advantages(rewards: Tensor, uids: Sequence[str], normalize_std: bool =
     finite or a length that differs.
     """
     values, groups = _groups(rewards, uids)
-    advantages = [0.0] * len(values)
-    for rows in groups:
-        members = [values[row] for row in rows]
-        if max(members) == min(members):  # asked of the rewards: their rounded mean need not equal them
-            continue
-        mean = math.fsum(members) / len(members)
-        variance = math.fsum((value - mean) ** 2 for value in members) / (len(members) - 1)
-        scale = math.sqrt(variance) + eps if normalize_std else 1.0
-        for row in rows:
-            advantages[row] = (values[row] - mean) / scale
-    return torch.tensor(advantages, dtype=torch.float32, device=rewards.device)
+    advantages = _centred(values, groups)
+    for rows in groups if normalize_std else ():
+        squares = math.fsum(advantages[row] ** 2 for row in rows)
+        if squares:
+            scale = math.sqrt(squares / (len(rows) - 1)) + eps
+            for row in rows:
+                advantages[row] /= scale
+    return _tensor(advantages, rewards)
 
 
 def zero_variance(rewards: Tensor, uids: Sequence[str]) -> Tensor:
@@ -72,3 +107,20 @@ def _groups(rewards: Tensor, uids: Sequence[str]) -> tuple[list[float], list[lis
             raise ValueError(f"reward of row {row} (prompt {uid!r}) is {value}; it must be finite")
         groups.setdefault(uid, []).append(row)
     return values, list(groups.values())
+
+
+def _centred(values: list[float], groups: list[list[int]]) -> list[float]:
+    """Every value less the exact mean of its group, in float64; exactly 0 in a group of equal values or of one."""
+    centred = [0.0] * len(values)
+    for rows in groups:
+        members = [values[row] for row in rows]
+        if max(members) == min(members):  # asked of the rewards: their rounded mean need not equal them
+            continue
+        mean = math.fsum(members) / len(members)
+        for row in rows:
+            centred[row] = values[row] - mean
+    return centred
+
+
+def _tensor(advantages: list[float], rewards: Tensor) -> Tensor:
+    return torch.tensor(advantages, dtype=torch.float32, device=rewards.device)

@@ -3,14 +3,29 @@
 from bapo.losses.bapo import BapoLoss
 from bapo.losses.clip_bounds import BoundRange
 from bapo.losses.fixed_clip import FixedClipLoss
-from bapo.losses.surrogate import clipped_objective, clipped_surrogate_loss, importance_ratio, is_clipped
+from bapo.losses.one_call import PRESETS, bapo_loss, search_clip_bounds
+from bapo.losses.surrogate import (
+    MassRule,
+    clipped_objective,
+    clipped_surrogate_loss,
+    importance_ratio,
+    is_clipped,
+    token_metrics,
+    weighted_loss,
+)
 
 __all__ = [
+    "PRESETS",
     "BapoLoss",
     "BoundRange",
     "FixedClipLoss",
+    "MassRule",
+    "bapo_loss",
     "clipped_objective",
     "clipped_surrogate_loss",
     "importance_ratio",
     "is_clipped",
+    "search_clip_bounds",
+    "token_metrics",
+    "weighted_loss",
 ]

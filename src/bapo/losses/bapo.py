@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
-from bapo.losses.clip_bounds import BoundRange, SearchOrder, clip_bounds, mass_table, tally_masses
-from bapo.losses.surrogate import Mass, clipped_surrogate_loss
+from bapo.losses.clip_bounds import (
+    Balance,
+    BoundRange,
+    BoundsScope,
+    MassTable,
+    SearchOrder,
+    clip_bounds,
+    counterfactuals,
+    mass_table,
+    positive_ratio,
+    tally_masses,
+)
+from bapo.losses.surrogate import Mass, MassRule, MassWeight, check_dual_clip, clipped_surrogate_loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
+
+TargetMode = Literal["absolute", "relative"]
+"""What the search aims at: a fixed positive ratio; or the one that the batch would have at r = 1, plus a margin."""
+
+RELATIVE_TARGETS = (0.01, 0.99)
+"""Limits of a relative target: a batch of one sign then ends as with an absolute target, all positive at the start of the path
+and all negative at its end, and a batch that is nearly of one sign keeps a target that bounds can reach."""
+
+CHOICES: Mapping[str, Any] = {
+    "search_order": SearchOrder,
+    "mass": Mass,
+    "weight": MassWeight,
+    "balance": Balance,
+    "target_mode": TargetMode,
+    "bounds_scope": BoundsScope,
+}
 
 
 @dataclass(frozen=True)
 class BapoLoss:
-    """-sum_t min(r_t A_t, clip(r_t, clip_low, clip_high) A_t) / denominator at the first bounds with P / (P + N) >= target.
+    """-sum_t min(r_t A_t, clip(r_t, clip_low, clip_high) A_t) / denominator at the first bounds whose positive ratio >= target.
 
-    target_positive_ratio: a share in (0, 1). clip_low, clip_high: ranges of the bounds, on the ratio itself.
-    search_order: the bound that moves first. mass: what a token weighs in P and N.
+    target_positive_ratio: in (0, 1), a share even where balance is signed; not used where target_mode is relative.
+    clip_low, clip_high: ranges of the bounds, on the ratio itself. search_order: the bound that moves first.
+    mass, weight: what a token weighs in P and N. balance: the ratio of P and N that is compared with the target.
+    dual_clip: c > 1; for A < 0 the objective is not below c A. dual_clip_in_search: do the masses know it too?
+    target_mode relative: the target is the share at r = 1 plus target_margin, within RELATIVE_TARGETS.
+    bounds_scope: what shares one pair of bounds. counterfactuals: log what both orders and `counterfactual_targets` had chosen.
     Errors: ValueError for a value out of its bounds or an unknown option.
     """
 
@@ -26,30 +59,66 @@ class BapoLoss:
     clip_high: BoundRange
     search_order: SearchOrder = "high_first"
     mass: Mass = "gradient"
+    weight: MassWeight = "none"
+    balance: Balance = "share"
+    dual_clip: float | None = None
+    dual_clip_in_search: bool = True
+    target_mode: TargetMode = "absolute"
+    target_margin: float = 0.0
+    bounds_scope: BoundsScope = "update"
+    counterfactuals: bool = True
+    counterfactual_targets: tuple[float, ...] = (0.3, 0.4, 0.5)
     adaptive = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.target_positive_ratio < 1:
-            raise ValueError(f"target_positive_ratio is {self.target_positive_ratio}; it must be in (0, 1): a share, not P/N")
+        object.__setattr__(self, "counterfactual_targets", tuple(self.counterfactual_targets))  # YAML has lists
+        check_share("target_positive_ratio", self.target_positive_ratio)
+        for target in self.counterfactual_targets:
+            check_share("counterfactual_targets", target)
         if not self.clip_low.start > 0:
             raise ValueError(f"clip_low.start is {self.clip_low.start}; it must be > 0")
         if not self.clip_low.stop < 1:
             raise ValueError(f"clip_low.stop is {self.clip_low.stop}; it must be < 1, a bound on the ratio itself")
         if not self.clip_high.start > 1:
             raise ValueError(f"clip_high.start is {self.clip_high.start}; it must be > 1, a bound on the ratio itself")
-        if self.search_order not in get_args(SearchOrder):
-            raise ValueError(f"search_order is {self.search_order!r}; it must be one of {', '.join(get_args(SearchOrder))}")
-        if self.mass not in get_args(Mass):
-            raise ValueError(f"mass is {self.mass!r}; it must be one of {', '.join(get_args(Mass))}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
+        check_dual_clip(self.dual_clip)
+        if not -1 < self.target_margin < 1:
+            raise ValueError(f"target_margin is {self.target_margin}; it must be in (-1, 1), a difference of shares")
+        if self.target_mode == "relative" and self.balance != "share":
+            raise ValueError(f"balance is {self.balance!r}; it must be 'share' where target_mode is 'relative'")
+
+    @property
+    def mass_rule(self) -> MassRule:
+        return MassRule(self.mass, self.weight, self.dual_clip if self.dual_clip_in_search else None)
 
     def tally(self, inputs: LossInputs) -> Tensor:
-        """P at every clip_high, then N at every clip_low; float64 [K_high + K_low]."""
-        return tally_masses(inputs, self.clip_low, self.clip_high, self.mass)
+        """P at every clip_high, N at every clip_low, P and N at r = 1; float64 [K_high + K_low + 2]."""
+        return tally_masses(inputs, self.clip_low, self.clip_high, self.mass_rule)
 
     def choose(self, tally: Tensor) -> ClipBounds:
-        """The bounds of this update from the tally summed over micro-batches and ranks."""
-        return clip_bounds(mass_table(tally, self.clip_low, self.clip_high), self.target_positive_ratio, self.search_order)
+        """The bounds from a tally summed over micro-batches and ranks, and the metrics of the search."""
+        table = mass_table(tally, self.clip_low, self.clip_high)
+        target = self._target(table)
+        bounds = clip_bounds(table, target, self.search_order, self.balance)
+        if not self.counterfactuals:
+            return bounds
+        others = counterfactuals(table, target, self.search_order, self.balance, self.counterfactual_targets)
+        return replace(bounds, metrics={**bounds.metrics, **others})
+
+    def _target(self, table: MassTable) -> Tensor:
+        if self.target_mode == "absolute":
+            return torch.full_like(table.positive_at_one, self.target_positive_ratio)
+        share = positive_ratio(table.positive_at_one, table.negative_at_one)
+        return (share + self.target_margin).clamp(*RELATIVE_TARGETS)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
         """Loss and metrics of one micro-batch; `denominator` counts the trained tokens of the whole update."""
-        return clipped_surrogate_loss(inputs, bounds, denominator, self.mass)
+        return clipped_surrogate_loss(inputs, bounds, denominator, self.mass_rule, self.dual_clip)
+
+
+def check_share(name: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise ValueError(f"{name} is {value}; it must be in (0, 1): a share, not P/N")

@@ -7,18 +7,25 @@ candidate pair, search order and target, and the sums of micro-batches and ranks
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from bapo.losses.surrogate import Mass, clip_counts, importance_ratio
+from bapo.losses.surrogate import MassRule, clip_counts, importance_ratio, is_dual_clipped
 from bapo.ops.masked import keep
 from bapo.types import ClipBounds, LossInputs
 
 SearchOrder = Literal["high_first", "low_first"]
 """Which bound moves first; the other one starts once it has reached the end of its range."""
+
+Balance = Literal["share", "signed"]
+"""The positive ratio that the target is compared with: P / (P + N); or P / |P - N|, Eq. 8 with its bars around a signed sum."""
+
+BoundsScope = Literal["update", "micro_batch"]
+"""What shares one pair of bounds: the whole update; or each micro-batch, as the authors' code does (for comparison only)."""
 
 RATIO_TOLERANCE = 1e-12
 """Positive ratios nearer than this are equal: the order of a float64 sum must not decide a tie with the target."""
@@ -52,17 +59,25 @@ class BoundRange:
 
 @dataclass(frozen=True)
 class MassTable:
-    """Every candidate and its mass: clip_low, negative_mass float64 [K_low]; clip_high, positive_mass float64 [K_high]."""
+    """Every candidate and its mass, and the masses if every r were 1.
+
+    clip_low, negative_mass: float64 [K_low]; clip_high, positive_mass: float64 [K_high]; *_at_one: 0-dim.
+    """
 
     clip_low: Tensor
     clip_high: Tensor
     negative_mass: Tensor
     positive_mass: Tensor
+    negative_at_one: Tensor
+    positive_at_one: Tensor
 
 
 @torch.no_grad()
-def tally_masses(inputs: LossInputs, clip_low: BoundRange, clip_high: BoundRange, mass: Mass) -> Tensor:
-    """P at every clip_high, then N at every clip_low: float64 [K_high + K_low], additive over micro-batches and ranks."""
+def tally_masses(inputs: LossInputs, clip_low: BoundRange, clip_high: BoundRange, rule: MassRule) -> Tensor:
+    """P at every clip_high, N at every clip_low, then P and N if every r were 1.
+
+    float64 [K_high + K_low + 2], additive over micro-batches and ranks.
+    """
     ratio, _ = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
     advantages = keep(inputs.advantages, inputs.response_mask)
     lows, highs = (bounds.candidates(ratio.device).to(ratio.dtype) for bounds in (clip_low, clip_high))
@@ -71,40 +86,52 @@ def tally_masses(inputs: LossInputs, clip_low: BoundRange, clip_high: BoundRange
     sizes = [len(highs) + 1, len(lows) + 1]
     counts = clip_counts(ratio, advantages, lows, highs)
     bins = torch.where(advantages < 0, counts + sizes[0], counts).flatten()
-    weights = advantages.abs().double().flatten()
+    at_one = (advantages.double().abs() * rule.factors(inputs)).flatten()
+
+    # The dual clip is the same at every candidate: these tokens are in the bin that no clip_low clips, at a ratio of their own.
+    value = ratio.double()
+    if rule.dual_clip is not None:
+        dual_value = rule.dual_clip if rule.mass == "surrogate" else 0.0
+        value = torch.where(is_dual_clipped(ratio, advantages, rule.dual_clip), dual_value, value)
 
     def per_bin(values: Tensor) -> tuple[Tensor, Tensor]:
-        positive, negative = weights.new_zeros(sum(sizes)).index_add_(0, bins, values).split(sizes)
+        positive, negative = at_one.new_zeros(sum(sizes)).index_add_(0, bins, values).split(sizes)
         return positive, negative
 
-    positive_value, negative_value = per_bin(ratio.double().flatten() * weights)
-    positive_weight, negative_weight = per_bin(weights)
-    positive = _mass_at(highs, positive_value, positive_weight, mass)
-    negative = _mass_at(lows.flip(0), negative_value, negative_weight, mass).flip(0)
-    return torch.cat([positive, negative])
+    positive_value, negative_value = per_bin(value.flatten() * at_one)
+    positive_at_one, negative_at_one = per_bin(at_one)
+    positive = _mass_at(highs, positive_value, positive_at_one, rule)
+    negative = _mass_at(lows.flip(0), negative_value, negative_at_one, rule).flip(0)
+    return torch.cat([positive, negative, positive_at_one.sum()[None], negative_at_one.sum()[None]])
 
 
-def _mass_at(bounds: Tensor, value: Tensor, weight: Tensor, mass: Mass) -> Tensor:
+def _mass_at(bounds: Tensor, value: Tensor, at_one: Tensor, rule: MassRule) -> Tensor:
     """Mass at each bound, [K], of one sign's tokens; `bounds` go from the tightest to the widest.
 
-    value, weight: sums of r|A| and |A|, [K + 1]; bin c holds the tokens that the c tightest bounds clip.
+    value, at_one: sums of the tokens' masses as they are and at r = 1, [K + 1]; bin c: tokens that the c tightest bounds clip.
     """
     unclipped = value.cumsum(0)[:-1]
-    if mass == "gradient":
+    if rule.mass == "gradient":
         return unclipped
-    return unclipped + bounds * weight.flip(0).cumsum(0).flip(0)[1:]
+    return unclipped + bounds * at_one.flip(0).cumsum(0).flip(0)[1:]
 
 
 def mass_table(tally: Tensor, clip_low: BoundRange, clip_high: BoundRange) -> MassTable:
     """The table behind a summed tally of `tally_masses` with the same ranges."""
-    assert tally.shape == (len(clip_high) + len(clip_low),), f"tally of shape {tuple(tally.shape)} does not fit the ranges"
-    positive, negative = tally.split([len(clip_high), len(clip_low)])
-    return MassTable(clip_low.candidates(tally.device), clip_high.candidates(tally.device), negative, positive)
+    sizes = [len(clip_high), len(clip_low), 2]
+    assert tally.shape == (sum(sizes),), f"tally of shape {tuple(tally.shape)} does not fit the ranges"
+    positive, negative, at_one = tally.split(sizes)
+    lows, highs = clip_low.candidates(tally.device), clip_high.candidates(tally.device)
+    return MassTable(lows, highs, negative, positive, negative_at_one=at_one[1], positive_at_one=at_one[0])
 
 
-def positive_ratio(positive_mass: Tensor, negative_mass: Tensor) -> Tensor:
-    """P / (P + N); 1 without negative mass (with no mass at all too). Source: arXiv 2510.18927, Eq. 8, as a share."""
-    return torch.where(negative_mass == 0, 1.0, positive_mass / (positive_mass + negative_mass))
+def positive_ratio(positive_mass: Tensor, negative_mass: Tensor, balance: Balance = "share") -> Tensor:
+    """P / (P + N), or P / |P - N| if `balance` is signed; 1 without negative mass (with no mass at all too).
+
+    The signed one is infinite at P = N and can exceed 1. Source: arXiv 2510.18927, Eq. 8.
+    """
+    whole = positive_mass + negative_mass if balance == "share" else (positive_mass - negative_mass).abs()
+    return torch.where(negative_mass == 0, 1.0, positive_mass / whole)
 
 
 def search_path(table: MassTable, order: SearchOrder) -> tuple[Tensor, Tensor]:
@@ -117,13 +144,15 @@ def search_path(table: MassTable, order: SearchOrder) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def clip_bounds(table: MassTable, target: float, order: SearchOrder) -> ClipBounds:
+def clip_bounds(table: MassTable, target: Tensor, order: SearchOrder, balance: Balance = "share") -> ClipBounds:
     """First candidate on the search path whose positive ratio reaches `target`, else the last (Algorithm 1, lines 9-17).
 
-    table: masses already summed over micro-batches and ranks. Nothing is read back to the host.
+    table: masses already summed over micro-batches and ranks. target: 0-dim. Nothing is read back to the host.
+    The ratio in the bounds is the one that `balance` names; those in the metrics are shares, which are always finite.
     """
     low, high = search_path(table, order)
-    ratios = positive_ratio(table.positive_mass[high], table.negative_mass[low])
+    positive, negative = table.positive_mass[high], table.negative_mass[low]
+    ratios, shares = positive_ratio(positive, negative, balance), positive_ratio(positive, negative)
     met = ratios >= target - RATIO_TOLERANCE
     last = len(ratios) - 1
     misses_before_first_hit = (~met).long().cumprod(0).sum()
@@ -132,8 +161,33 @@ def clip_bounds(table: MassTable, target: float, order: SearchOrder) -> ClipBoun
         clip_low=table.clip_low.take(low.take(chosen)),
         clip_high=table.clip_high.take(high.take(chosen)),
         positive_ratio=ratios.take(chosen),
-        positive_ratio_start=ratios[0],
-        target_met=met.any().double(),
-        saturated=(chosen == last).double(),
-        search_effective=((ratios - ratios[0]).abs() > RATIO_TOLERANCE).any().double(),
+        metrics={
+            "bounds/positive_ratio": shares.take(chosen),
+            "bounds/positive_ratio_start": shares[0],
+            "bounds/positive_ratio_at_one": positive_ratio(table.positive_at_one, table.negative_at_one),
+            "bounds/target": target,
+            "bounds/target_met": met.any().double(),
+            "bounds/saturated": (chosen == last).double(),
+            "bounds/search_effective": ((shares - shares[0]).abs() > RATIO_TOLERANCE).any().double(),
+        },
     )
+
+
+def counterfactuals(
+    table: MassTable, target: Tensor, order: SearchOrder, balance: Balance, targets: Sequence[float]
+) -> dict[str, Tensor]:
+    """`bounds/cf/<choice>/{clip_low,clip_high,positive_ratio}`: what another order, or `order` with another target, had chosen.
+
+    The run's own choice is among them, so that the names do not depend on the options. No further pass over the tokens.
+    """
+    choices: dict[str, ClipBounds] = {
+        "high_first": clip_bounds(table, target, "high_first", balance),
+        "low_first": clip_bounds(table, target, "low_first", balance),
+    }
+    choices |= {f"target_{t:g}": clip_bounds(table, torch.full_like(target, t), order, balance) for t in targets}
+    metrics: dict[str, Tensor] = {}
+    for name, bounds in choices.items():
+        metrics[f"bounds/cf/{name}/clip_low"] = bounds.clip_low
+        metrics[f"bounds/cf/{name}/clip_high"] = bounds.clip_high
+        metrics[f"bounds/cf/{name}/positive_ratio"] = bounds.metrics["bounds/positive_ratio"]
+    return metrics

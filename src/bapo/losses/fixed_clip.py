@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from bapo.losses.surrogate import clipped_surrogate_loss
+from bapo.losses.clip_bounds import BoundsScope
+from bapo.losses.surrogate import check_dual_clip, clipped_surrogate_loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
 
@@ -15,18 +17,22 @@ from bapo.types import ClipBounds, LossInputs, LossOutput
 class FixedClipLoss:
     """-sum_t min(r_t A_t, clip(r_t, clip_low, clip_high) A_t) / denominator. Sources: arXiv 1707.06347, arXiv 2503.14476.
 
-    The bounds are on the ratio itself. Errors: ValueError unless 0 < clip_low < 1 < clip_high.
+    The bounds are on the ratio itself. dual_clip: c > 1; for A < 0 the objective is not below c A (arXiv 1912.09729).
+    Errors: ValueError unless 0 < clip_low < 1 < clip_high and 1 < dual_clip.
     """
 
     clip_low: float
     clip_high: float
+    dual_clip: float | None = None
     adaptive = False
+    bounds_scope: ClassVar[BoundsScope] = "update"
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_low < 1:
             raise ValueError(f"clip_low is {self.clip_low}; it must be in (0, 1), a bound on the ratio itself")
         if not self.clip_high > 1:
             raise ValueError(f"clip_high is {self.clip_high}; it must be > 1, a bound on the ratio itself")
+        check_dual_clip(self.dual_clip)
 
     def tally(self, inputs: LossInputs) -> Tensor:
         """Nothing to count: float64 [0]."""
@@ -40,4 +46,4 @@ class FixedClipLoss:
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
         """Loss and metrics of one micro-batch; `denominator` counts the trained tokens of the whole update."""
-        return clipped_surrogate_loss(inputs, bounds, denominator)
+        return clipped_surrogate_loss(inputs, bounds, denominator, dual_clip=self.dual_clip)

@@ -1,10 +1,13 @@
 """The clipped surrogate: importance ratio, the one rule for what is clipped, objective, loss and metrics.
 
-Notation: r importance ratio, A advantage, P and N masses of the tokens with A > 0 and A < 0. Tensors are [B, T].
+Notation: r importance ratio, A advantage, w a token's weight, c the dual clip, P and N masses of the tokens with A > 0 and with
+A < 0. Tensors are [B, T].
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,6 +22,25 @@ MAX_LOG_RATIO = 20.0
 Mass = Literal["gradient", "surrogate"]
 """What a token weighs in P or N: r|A| when it is not clipped, else 0; or the absolute value of its clipped objective."""
 
+MassWeight = Literal["none", "behaviour_prob"]
+"""What a mass is multiplied by: nothing; or the probability under the behaviour policy, as arXiv 2510.18927 prints Eq. 8."""
+
+
+@dataclass(frozen=True)
+class MassRule:
+    """What a token weighs in P and N. dual_clip: c if the masses know the dual clip; None if only the loss does, or nobody."""
+
+    mass: Mass = "gradient"
+    weight: MassWeight = "none"
+    dual_clip: float | None = None
+
+    def factors(self, inputs: LossInputs) -> Tensor:
+        """w, times the behaviour probability if so weighted: what r|A| or |objective| is multiplied by. float64 [B, T]."""
+        factors = token_weights(inputs).double()
+        if self.weight == "behaviour_prob":
+            factors = factors * keep(inputs.behaviour_logprobs, inputs.response_mask).double().exp()
+        return factors
+
 
 def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """(r, log r) with r = exp(logprobs - behaviour_logprobs); 1 and 0 in masked slots, where the inputs may hold anything.
@@ -28,6 +50,12 @@ def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, response_mask
     """
     log_ratio = keep(logprobs, response_mask) - keep(behaviour_logprobs, response_mask)
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), log_ratio
+
+
+def token_weights(inputs: LossInputs) -> Tensor:
+    """w, in the precision of the log-probs: 1 without weights, 0 in masked slots."""
+    mask = inputs.response_mask
+    return mask.to(inputs.logprobs.dtype) if inputs.weights is None else keep(inputs.weights, mask).to(inputs.logprobs.dtype)
 
 
 def clip_counts(ratio: Tensor, advantages: Tensor, clip_lows: Tensor, clip_highs: Tensor) -> Tensor:
@@ -47,43 +75,97 @@ def _bounds_above(values: Tensor, bounds: Tensor) -> Tensor:
     return len(bounds) - torch.bucketize(values.detach().contiguous(), bounds, right=True, out_int32=True)
 
 
-def is_clipped(ratio: Tensor, advantages: Tensor, clip_low: Tensor, clip_high: Tensor) -> Tensor:
-    """Does the objective of a token ignore its ratio at these 0-dim bounds? bool [B, T]."""
-    return clip_counts(ratio, advantages, clip_low[None], clip_high[None]) > 0
+def is_dual_clipped(ratio: Tensor, advantages: Tensor, dual_clip: float | None) -> Tensor:
+    """A < 0 and r > c, bool [B, T]; no clip_low < 1 clips such a token. Source: dual-clip PPO, arXiv 1912.09729, Eq. 5."""
+    if dual_clip is None:
+        return torch.zeros_like(ratio, dtype=torch.bool)
+    return (advantages < 0) & (ratio > dual_clip)
 
 
-def clipped_objective(ratio: Tensor, advantages: Tensor, clip_low: Tensor, clip_high: Tensor) -> Tensor:
-    """min(r A, clip(r, clip_low, clip_high) A), [B, T]. Source: PPO, arXiv 1707.06347, Eq. 7, with bounds on r itself."""
+def check_dual_clip(dual_clip: float | None) -> None:
+    """ValueError unless it is None or 1 < c < infinity."""
+    if dual_clip is not None and not 1 < dual_clip < math.inf:
+        raise ValueError(f"dual_clip is {dual_clip}; it must be > 1 and finite, or null for none")
+
+
+def is_clipped(
+    ratio: Tensor, advantages: Tensor, clip_low: Tensor, clip_high: Tensor, dual_clip: float | None = None
+) -> Tensor:
+    """Does the objective of a token ignore its ratio at these 0-dim bounds and this dual clip? bool [B, T]."""
+    by_bounds = clip_counts(ratio, advantages, clip_low[None], clip_high[None]) > 0
+    return by_bounds if dual_clip is None else by_bounds | is_dual_clipped(ratio, advantages, dual_clip)
+
+
+def clipped_objective(
+    ratio: Tensor, advantages: Tensor, clip_low: Tensor, clip_high: Tensor, dual_clip: float | None = None
+) -> Tensor:
+    """min(r A, clip(r, clip_low, clip_high) A), and not below c A where A < 0 with a dual clip; [B, T].
+
+    Sources: PPO, arXiv 1707.06347, Eq. 7, with bounds on r itself; dual clip, arXiv 1912.09729, Eq. 5.
+    """
     bound = torch.where(advantages > 0, clip_high.to(ratio.dtype), clip_low.to(ratio.dtype))
-    return torch.where(is_clipped(ratio, advantages, clip_low, clip_high), bound * advantages, ratio * advantages)
+    if dual_clip is not None:
+        bound = torch.where(is_dual_clipped(ratio, advantages, dual_clip), dual_clip, bound)
+    clipped = is_clipped(ratio, advantages, clip_low, clip_high, dual_clip)
+    return torch.where(clipped, bound * advantages, ratio * advantages)
 
 
-def clipped_surrogate_loss(inputs: LossInputs, bounds: ClipBounds, denominator: Tensor, mass: Mass = "gradient") -> LossOutput:
-    """-sum_t min(r_t A_t, clip(r_t, clip_low, clip_high) A_t) / denominator, over the trained tokens of one micro-batch.
+def weighted_loss(objective: Tensor, inputs: LossInputs, denominator: Tensor) -> Tensor:
+    """-sum_t w_t objective_t / denominator, 0-dim, over the trained tokens of a micro-batch.
 
-    denominator: trained tokens of the whole update, 0-dim; an update without tokens has loss 0 and zero gradients.
-    mass: what a token weighs in the metrics `bounds/positive_mass` and `bounds/negative_mass`.
+    denominator: a count over the whole update, 0-dim; an update without tokens has loss 0 and zero gradients.
+    """
+    objective = keep(objective, inputs.response_mask)
+    if inputs.weights is not None:
+        objective = objective * token_weights(inputs)
+    return -objective.sum() / denominator.clamp(min=1)
+
+
+def clipped_surrogate_loss(
+    inputs: LossInputs,
+    bounds: ClipBounds,
+    denominator: Tensor,
+    mass: MassRule | None = None,
+    dual_clip: float | None = None,
+) -> LossOutput:
+    """-sum_t w_t min(r_t A_t, clip(r_t, clip_low, clip_high) A_t) / denominator, over the trained tokens of one micro-batch.
+
+    denominator: trained tokens of the whole update, 0-dim. dual_clip: c > 1, the floor c A of the objective where A < 0.
+    mass: as in `token_metrics`.
     """
     ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
     advantages = keep(inputs.advantages, inputs.response_mask)
-    objective = clipped_objective(ratio, advantages, bounds.clip_low, bounds.clip_high)
-    loss = -objective.sum() / denominator.clamp(min=1)
-    metrics = _token_metrics(inputs, bounds, ratio, log_ratio, objective, mass)
+    objective = clipped_objective(ratio, advantages, bounds.clip_low, bounds.clip_high, dual_clip)
+    loss = weighted_loss(objective, inputs, denominator)
+    metrics = token_metrics(inputs, bounds, ratio, log_ratio, objective, mass, dual_clip)
     return LossOutput(loss, {"policy/loss": loss.detach().double(), **metrics})
 
 
 @torch.no_grad()
-def _token_metrics(
-    inputs: LossInputs, bounds: ClipBounds, ratio: Tensor, log_ratio: Tensor, objective: Tensor, mass: Mass
+def token_metrics(
+    inputs: LossInputs,
+    bounds: ClipBounds,
+    ratio: Tensor,
+    log_ratio: Tensor,
+    objective: Tensor,
+    mass: MassRule | None = None,
+    dual_clip: float | None = None,
+    clipped: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """This micro-batch's part of each metric, float64, 0-dim: a token sum where the reduction is `token_mean`."""
+    """This micro-batch's part of each metric but `policy/loss`: float64, 0-dim; a token sum if its reduction is `token_mean`.
+
+    objective: without weights; its absolute value is the surrogate mass of a clipped token.
+    mass: what a token weighs in `bounds/{positive,negative}_mass`; None: r|A| unless it is clipped.
+    clipped: bool, for a loss with a rule of its own; None: the rule of `is_clipped`.
+    """
     mask = inputs.response_mask
     advantages = keep(inputs.advantages, mask)
     positive, negative = advantages > 0, advantages < 0
-    clipped = is_clipped(ratio, advantages, bounds.clip_low, bounds.clip_high)
+    dual = is_dual_clipped(ratio, advantages, dual_clip)
+    if clipped is None:
+        clipped = is_clipped(ratio, advantages, bounds.clip_low, bounds.clip_high, dual_clip)
+    masses = _masses(inputs, ratio, objective, clipped, dual, mass or MassRule(dual_clip=dual_clip))
     clamped_log_ratio = log_ratio.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    gradient_mass = torch.where(clipped, 0, ratio.double() * advantages.double().abs())
-    token_mass = gradient_mass if mass == "gradient" else objective.double().abs()
 
     def total(values: Tensor, where: Tensor = mask) -> Tensor:
         return masked_sum(values, where, torch.float64)
@@ -94,9 +176,20 @@ def _token_metrics(
         "policy/ratio_max": masked_max(ratio, mask).double(),
         "policy/clip_frac": total(clipped),
         "policy/clip_frac_high": total(clipped & positive),
-        "policy/clip_frac_low": total(clipped & negative),
+        "policy/clip_frac_low": total(clipped & negative & ~dual),
+        "policy/clip_frac_dual": total(dual),
+        "policy/weight_mean": total(token_weights(inputs)),
         "policy/negative_token_frac": total(negative),
         "policy/log_ratio_clamped_frac": total(log_ratio.abs() > MAX_LOG_RATIO),
-        "bounds/positive_mass": total(token_mass, positive),
-        "bounds/negative_mass": total(token_mass, negative),
+        "bounds/positive_mass": total(masses, positive),
+        "bounds/negative_mass": total(masses, negative),
     }
+
+
+def _masses(inputs: LossInputs, ratio: Tensor, objective: Tensor, clipped: Tensor, dual: Tensor, rule: MassRule) -> Tensor:
+    """What every token weighs in P or N under `rule`, float64 [B, T]."""
+    if rule.dual_clip is None:  # the loss may clip these tokens; the masses take them as they are
+        clipped = clipped & ~dual
+    unclipped = ratio.double() * keep(inputs.advantages, inputs.response_mask).double().abs()
+    masses = torch.where(clipped, objective.double().abs() if rule.mass == "surrogate" else 0.0, unclipped)
+    return masses * rule.factors(inputs)

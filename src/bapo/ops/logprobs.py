@@ -22,7 +22,7 @@ def token_logprobs(
     """log softmax(head(hidden) / temperature)[target] and the entropy of that distribution, per token.
 
     hidden: [N, H], any float dtype; targets: int64 [N]; head: [n, H] -> [n, V]. Returns float32 (logprobs [N], entropy [N]).
-    The entropy has a graph only if `entropy_graph`. Logits live for one chunk of `chunk_tokens` at a time, in forward and, since
+    The entropy has a graph only if `entropy_graph`. Logits live for a chunk of `chunk_tokens` at a time, in forward and, since
     each chunk is recomputed there, in backward too: at most chunk_tokens * V numbers.
     """
 
