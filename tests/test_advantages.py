@@ -1,11 +1,28 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from bapo.advantages import GroupRelativeAdvantage, group_advantages, zero_variance
+from bapo.advantages import (
+    BatchNormalizedAdvantage,
+    GroupRelativeAdvantage,
+    LeaveOneOutAdvantage,
+    group_advantages,
+    zero_variance,
+)
+
+ESTIMATORS = [
+    GroupRelativeAdvantage(),
+    GroupRelativeAdvantage(normalize_std=False),
+    LeaveOneOutAdvantage(),
+    BatchNormalizedAdvantage(),
+]
+every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
 
 
 def test_grpo_uses_the_sample_standard_deviation() -> None:
@@ -27,12 +44,33 @@ def test_eps_is_added_to_the_standard_deviation() -> None:
     assert advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
-@pytest.mark.parametrize("reward", [0.9, 0.1, 1 / 3, -0.7])
+def test_leave_one_out_by_hand() -> None:
+    """Against the others: 1 - 0, then 0 - 1/3; 3 - 1; a group of one has no others."""
+    advantages = LeaveOneOutAdvantage()(torch.tensor([1.0, 0, 3, 0, 0, 1, 7]), ["a", "a", "b", "a", "a", "b", "c"])
+    assert advantages.tolist() == pytest.approx([1, -1 / 3, 2, -1 / 3, -1 / 3, -2, 0])
+
+
+def test_batch_normalisation_by_hand() -> None:
+    """Centred (.75, -.25 x 3), (1, -1), 0 and 0: squares sum to 2.75 over 8 - 1."""
+    rewards, uids = torch.tensor([1.0, 0, 0, 0, 3, 1, 5, 5]), ["a"] * 4 + ["b"] * 2 + ["c"] * 2
+    std = math.sqrt(2.75 / 7)
+    expected = torch.tensor([0.75, -0.25, -0.25, -0.25, 1, -1, 0, 0])
+    assert torch.allclose(BatchNormalizedAdvantage()(rewards, uids), expected / std)
+    assert torch.allclose(BatchNormalizedAdvantage(eps=0.5)(rewards, uids), expected / (std + 0.5))
+
+
+@every_estimator
+@pytest.mark.parametrize("reward", [0.9, 0.1, 1 / 3, -0.7, 0.8444218515250481])
 @pytest.mark.parametrize("size", [1, 3, 8])
-def test_equal_rewards_teach_exactly_nothing(reward: float, size: int) -> None:
-    rewards, uids = torch.full((size,), reward), ["a"] * size
-    assert torch.equal(group_advantages(rewards, uids), torch.zeros(size))
+def test_equal_rewards_teach_exactly_nothing(estimator: GroupRelativeAdvantage, reward: float, size: int) -> None:
+    """Alone, and beside a group that does teach. In float64 the sum of three times 0.84442185... over 3 is another number."""
+    rewards, uids = torch.full((size,), reward, dtype=torch.float64), ["a"] * size
+    assert torch.equal(estimator(rewards, uids), torch.zeros(size))
     assert zero_variance(rewards, uids).all()
+    beside = estimator(torch.cat([rewards, torch.tensor([1.0, 0.0, 0.3])]), [*uids, "b", "b", "c"])
+    assert torch.equal(beside[:size], torch.zeros(size))
+    assert beside[size] == -beside[size + 1] > 0
+    assert beside[-1] == 0
 
 
 def test_nearly_equal_rewards_still_differ() -> None:
@@ -50,13 +88,14 @@ def test_zero_variance_marks_whole_groups() -> None:
 groups = st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-3, 3, width=32)), min_size=1, max_size=16)
 
 
+@every_estimator
 @given(groups, st.randoms(use_true_random=False))
-def test_row_order_changes_nothing(rows: list[tuple[str, float]], random) -> None:
+def test_row_order_changes_nothing(estimator: GroupRelativeAdvantage, rows: list[tuple[str, float]], random) -> None:
     order = list(range(len(rows)))
     random.shuffle(order)
     rewards, uids = torch.tensor([reward for _, reward in rows]), [uid for uid, _ in rows]
-    shuffled = group_advantages(rewards[order], [uids[i] for i in order])
-    assert torch.equal(shuffled, group_advantages(rewards, uids)[order])
+    shuffled = estimator(rewards[order], [uids[i] for i in order])
+    assert torch.equal(shuffled, estimator(rewards, uids)[order])
 
 
 @given(groups)
@@ -73,6 +112,24 @@ def test_every_group_has_mean_zero_and_sample_std_one(rows: list[tuple[str, floa
             assert advantages[members].std().item() == pytest.approx(1, abs=1e-5)
 
 
+@given(groups)
+def test_leave_one_out_is_the_distance_from_the_others(rows: list[tuple[str, float]]) -> None:
+    rewards, uids = torch.tensor([reward for _, reward in rows]), [uid for uid, _ in rows]
+    advantages = LeaveOneOutAdvantage()(rewards, uids)
+    for row, (uid, reward) in enumerate(rows):
+        others = [r for i, (u, r) in enumerate(rows) if u == uid and i != row]
+        assert advantages[row].item() == pytest.approx(reward - sum(others) / len(others) if others else 0.0, abs=1e-5)
+
+
+@given(groups)
+def test_batch_normalisation_makes_the_pool_mean_zero_and_std_one(rows: list[tuple[str, float]]) -> None:
+    rewards, uids = torch.tensor([reward for _, reward in rows]), [uid for uid, _ in rows]
+    advantages = BatchNormalizedAdvantage()(rewards, uids)
+    if not zero_variance(rewards, uids).all():
+        assert abs(advantages.mean().item()) < 1e-5
+        assert advantages.std().item() == pytest.approx(1, abs=1e-5)
+
+
 def test_the_group_mean_is_exact() -> None:
     """Summed from left to right, 1e16 + 1 - 1e16 is 0."""
     rewards = torch.tensor([1e16, 1.0, -1e16], dtype=torch.float64)
@@ -84,5 +141,13 @@ def test_errors_name_the_row_and_the_field() -> None:
         group_advantages(torch.tensor([1.0, math.nan]), ["a", "b"])
     with pytest.raises(ValueError, match="uids has 1 entries for 2 rewards"):
         zero_variance(torch.tensor([1.0, 0.0]), ["a"])
-    with pytest.raises(ValueError, match=r"eps is -0.1"):
-        GroupRelativeAdvantage(eps=-0.1)
+    for estimator in (GroupRelativeAdvantage, BatchNormalizedAdvantage):
+        with pytest.raises(ValueError, match=r"eps is -0.1"):
+            estimator(eps=-0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator"), zip(("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"), ESTIMATORS, strict=True)
+)
+def test_the_files_of_conf_build_them(name: str, estimator: object) -> None:
+    assert instantiate(OmegaConf.load(Path(__file__).parents[1] / "conf" / "advantage" / f"{name}.yaml")) == estimator

@@ -1,39 +1,40 @@
-"""The clipped surrogate by hand, against golden values, and at the edges of floating point."""
+"""The clipped surrogate by hand, against golden values, and at the edges of floating point. FAULTS 1, 5-9, 11."""
 
-import json
 import math
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_bounds import CASES, golden_inputs, padded, random_inputs, rearrange
 from torch import Tensor
 
-from bapo.losses import BapoLoss, BoundRange, FixedClipLoss, clipped_objective, importance_ratio
+from bapo.losses import PRESETS, BapoLoss, BoundRange, FixedClipLoss, clipped_objective, importance_ratio, is_clipped
 from bapo.metrics import lookup
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
-CASES = json.loads((Path(__file__).parent / "data" / "bound_search.json").read_text())["cases"]
 LOW, HIGH = BoundRange(0.6, 0.9, 0.02), BoundRange(1.2, 3.0, 0.05)
 PAPER = BapoLoss(0.4, LOW, HIGH)
 
 
-def make(logprobs: list, behaviour: list, advantages: list, mask: list | None = None, dtype=torch.float32) -> LossInputs:
-    values = [torch.tensor([x], dtype=dtype) for x in (logprobs, behaviour, advantages)]
+def make(logprobs: list, behaviour: list, advantages: list, mask: list | None = None, weights: list | None = None, dtype=None):
+    """One sequence; its log-probs want a gradient. float32 unless `dtype` says otherwise."""
+    values = [torch.tensor([x], dtype=dtype or torch.float32) for x in (logprobs, behaviour, advantages)]
     kept = torch.ones_like(values[0], dtype=torch.bool) if mask is None else torch.tensor([mask], dtype=torch.bool)
-    return LossInputs(values[0].requires_grad_(), values[1], values[2], kept)
+    weighted = None if weights is None else torch.tensor([weights], dtype=values[0].dtype)
+    return LossInputs(values[0].requires_grad_(), values[1], values[2], kept, weighted)
 
 
 def at(low: float, high: float) -> ClipBounds:
     return ClipBounds(torch.tensor(low, dtype=torch.float64), torch.tensor(high, dtype=torch.float64))
 
 
-def run(inputs: LossInputs, low: float, high: float) -> tuple[LossOutput, Tensor]:
+def run(inputs: LossInputs, low: float, high: float, dual_clip: float | None = None) -> tuple[LossOutput, Tensor]:
     """Output and gradient of the log-probs, with this batch's own token count as the denominator."""
-    output = FixedClipLoss(low, high)(inputs, at(low, high), inputs.response_mask.sum())
+    output = FixedClipLoss(low, high, dual_clip)(inputs, at(low, high), inputs.response_mask.sum())
     (gradient,) = torch.autograd.grad(output.loss, inputs.logprobs)
     return output, gradient
 
@@ -64,6 +65,8 @@ def test_loss_gradient_and_metrics_by_hand() -> None:
             "policy/clip_frac": 2,
             "policy/clip_frac_high": 1,
             "policy/clip_frac_low": 1,
+            "policy/clip_frac_dual": 0,
+            "policy/weight_mean": 6,
             "policy/negative_token_frac": 3,
             "policy/log_ratio_clamped_frac": 0,
             "bounds/positive_mass": 0.3,
@@ -80,6 +83,39 @@ def test_every_metric_is_registered_detached_and_a_float64_scalar() -> None:
         assert (part.dim(), part.dtype, part.requires_grad) == (0, torch.float64, False)
 
 
+def test_weights_multiply_objective_and_mass_but_no_other_metric() -> None:
+    ratios, advantages, weights = [1.5, 0.3, 1.5, 0.3], [1.0, -1.0, -1.0, 1.0], [2.0, 3.0, 0.5, 0.0]
+    inputs = make([math.log(r) for r in ratios], [0.0] * 4, advantages, weights=weights, dtype=torch.float64)
+    output, gradient = run(inputs, 0.6, 1.2)
+    assert output.loss.item() == pytest.approx(-(2 * 1.2 - 3 * 0.6 - 0.5 * 1.5) / 4, abs=1e-12)
+    assert gradient[0].tolist() == pytest.approx([0, 0, 0.5 * 1.5 / 4, 0], abs=1e-12)
+    plain, _ = run(replace(inputs, weights=None), 0.6, 1.2)
+    changed = {
+        name: part.item() for name, part in output.metrics.items() if part.item() != pytest.approx(plain.metrics[name].item())
+    }
+    expected = {"policy/loss": 0.0375, "policy/weight_mean": 5.5, "bounds/positive_mass": 0, "bounds/negative_mass": 0.75}
+    assert changed == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "dual"), [(10, -1.0, 3.0, 1), (10, 1.0, -1.2, 0), (2, -1.0, 2.0, 0), (0.3, -1.0, 0.8, 0)]
+)
+def test_dual_clip_is_a_floor_for_negative_advantages_only(ratio: float, advantage: float, loss: float, dual: int) -> None:
+    output, gradient = run(make([math.log(ratio)], [0.0], [advantage], dtype=torch.float64), 0.8, 1.2, dual_clip=3.0)
+    assert output.loss.item() == pytest.approx(loss, abs=1e-12)
+    clipped = ratio != 2
+    assert (gradient.item() == 0.0) == clipped
+    high, low = clipped and advantage > 0, clipped and advantage < 0 and not dual
+    counts = [output.metrics[f"policy/clip_frac{part}"].item() for part in ("", "_dual", "_high", "_low")]
+    assert counts == [clipped, dual, high, low]
+
+
+def test_a_ratio_equal_to_the_dual_clip_is_not_clipped() -> None:
+    ratio = torch.tensor([[2.9, 3.0, 3.1]])
+    bounds = at(0.8, 1.2)
+    assert is_clipped(ratio, -torch.ones(1, 3), bounds.clip_low, bounds.clip_high, 3.0).tolist() == [[False, False, True]]
+
+
 @pytest.mark.parametrize(("ratio", "advantage", "loss"), [(1.5, 1.0, -1.2), (0.3, -1.0, 0.6)])
 def test_clipping_is_used_and_counted(ratio: float, advantage: float, loss: float) -> None:
     output, gradient = run(make([math.log(ratio)], [0.0], [advantage]), 0.6, 1.2)
@@ -88,35 +124,52 @@ def test_clipping_is_used_and_counted(ratio: float, advantage: float, loss: floa
     assert output.metrics["policy/clip_frac"].item() == 1
 
 
-@pytest.mark.parametrize("mass", ["gradient", "surrogate"])
-def test_mass_metrics_are_the_search_table_at_the_bounds(mass: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    logprobs, behaviour, advantages = torch.randn(3, 4, 16, generator=generator)
-    inputs = LossInputs(logprobs, behaviour, advantages, torch.rand(4, 16, generator=generator) < 0.7)
-    loss = BapoLoss(0.55, LOW, HIGH, mass=mass)
-    bounds = loss.choose(loss.tally(inputs))
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mass_metrics_are_the_search_table_at_the_bounds(name: str, dtype: torch.dtype) -> None:
+    inputs, loss = random_inputs(1, rows=16, width=16, dtype=dtype), PRESETS[name]
+    tally = loss.tally(inputs)
+    bounds = loss.choose(tally)
     metrics = loss(inputs, bounds, inputs.response_mask.sum()).metrics
-    positive, negative = metrics["bounds/positive_mass"], metrics["bounds/negative_mass"]
-    assert (positive / (positive + negative)).item() == pytest.approx(bounds.positive_ratio.item(), abs=1e-6)
+    positive, negative = tally.split([len(loss.clip_high), len(loss.clip_low) + 2])
+    at_high = (loss.clip_high.candidates() == bounds.clip_high).nonzero().item()
+    at_low = (loss.clip_low.candidates() == bounds.clip_low).nonzero().item()
+    assert metrics["bounds/positive_mass"].item() == pytest.approx(positive[at_high].item(), rel=1e-6)
+    assert metrics["bounds/negative_mass"].item() == pytest.approx(negative[at_low].item(), rel=1e-6)
 
 
 # --- golden values ---------------------------------------------------------------------------------------------------
 
-
-def golden_inputs(case: dict) -> LossInputs:
-    names = ("logprobs", "behaviour_logprobs", "advantages")
-    values = (torch.tensor(case[name], dtype=torch.float64) for name in names)
-    return LossInputs(*values, torch.tensor(case["response_mask"]).bool())
+GOLDEN = {
+    "grpo": FixedClipLoss(0.8, 1.2),
+    "grpo_dual3": FixedClipLoss(0.8, 1.2, 3.0),
+    "clip_higher": FixedClipLoss(0.8, 1.28),
+    "clip_higher_dual3": FixedClipLoss(0.8, 1.28, 3.0),
+    "reference_yaml": PRESETS["bapo_reference"],
+    "reference_script": PRESETS["bapo_reference_script"],
+}
 
 
 @pytest.mark.parametrize("case", CASES, ids=[str(i) for i in range(len(CASES))])
-@pytest.mark.parametrize(("name", "high"), [("grpo", 1.2), ("clip_higher", 1.28)])
-def test_golden_losses(name: str, high: float, case: dict) -> None:
-    inputs, loss = golden_inputs(case), FixedClipLoss(0.8, high)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_losses(name: str, case: dict) -> None:
+    inputs, loss, expected = golden_inputs(case), GOLDEN[name], case["expect"][name]
     count = inputs.response_mask.sum()
     output = loss(inputs, loss.choose(loss.tally(inputs)), count)
-    assert output.loss.item() == pytest.approx(case["expect"][name]["loss"], abs=1e-6)
-    assert (output.metrics["policy/clip_frac"] / count).item() == pytest.approx(case["expect"][name]["clip_frac"], abs=1e-6)
+    assert output.loss.item() == pytest.approx(expected["loss"], abs=1e-6)
+    dual = (output.metrics["policy/clip_frac_dual"] / count).item()
+    if "clip_frac" in expected:  # the reference counts tokens beyond the dual clip apart
+        assert (output.metrics["policy/clip_frac"] / count).item() - dual == pytest.approx(expected["clip_frac"], abs=1e-6)
+    if "clip_frac_dual" in expected:
+        assert dual == pytest.approx(expected["clip_frac_dual"], abs=1e-6)
+        _, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
+        assert (-log_ratio.sum() / count).item() == pytest.approx(expected["ppo_kl"], abs=1e-6)
+
+
+def test_every_golden_expectation_is_tested() -> None:
+    assert len(CASES) == 24
+    bounds_only = {"paper_gradient", "paper_gradient_rho05", "trinity", "eq8_abs", "surrogate_unweighted"}
+    assert all(case["expect"].keys() == GOLDEN.keys() | bounds_only for case in CASES)
 
 
 # --- masks and denominators ------------------------------------------------------------------------------------------
@@ -140,11 +193,14 @@ def test_an_all_masked_batch_is_harmless(garbage: float) -> None:
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("loss", [FixedClipLoss(0.8, 1.2), PAPER, BapoLoss(0.4, LOW, HIGH, mass="surrogate")])
+@pytest.mark.parametrize("loss", [FixedClipLoss(0.8, 1.2, 3.0), *(PRESETS[n] for n in ("bapo", "bapo_eq8", "bapo_trinity"))])
 def test_a_masked_slot_has_no_influence(garbage: float, loss: FixedClipLoss | BapoLoss) -> None:
     mask = [True, False, True, True, False]
-    clean = make([0.5, 0, -0.9, 0.2, 0], [0.0] * 5, [1.0, 0, -1, -0.5, 0], mask)
-    dirty = make(*([[x, garbage, y, z, garbage] for x, y, z in ((0.5, -0.9, 0.2), (0.0, 0.0, 0.0), (1.0, -1.0, -0.5))]), mask)
+    rows = ((0.5, -0.9, 0.2), (0.0, 0.0, 0.0), (1.0, -1.0, -0.5), (1.0, 2.0, 0.5))
+    clean, dirty = (
+        make(*columns[:3], mask, columns[3])
+        for columns in ([[x, slot, y, z, slot] for x, y, z in rows] for slot in (0.0, garbage))
+    )
     results = []
     for inputs in (clean, dirty):
         output = loss(inputs, loss.choose(loss.tally(inputs)), torch.tensor(3))
@@ -153,23 +209,42 @@ def test_a_masked_slot_has_no_influence(garbage: float, loss: FixedClipLoss | Ba
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_micro_batches_add_up_to_the_whole(size: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logprobs, behaviour, advantages = torch.randn(3, 8, 7, generator=generator, dtype=torch.float64)
-    mask = torch.arange(7) < torch.randint(1, 8, (8, 1), generator=generator)
-    logprobs.requires_grad_()
-    count, bounds = mask.sum(), at(0.7, 1.4)
-    whole = PAPER(LossInputs(logprobs, behaviour, advantages, mask), bounds, count)
-    (gradient,) = torch.autograd.grad(whole.loss, logprobs)
-    cuts = [slice(i, i + size) for i in range(0, 8, size)]
-    parts = [PAPER(LossInputs(logprobs[c], behaviour[c], advantages[c], mask[c]), bounds, count) for c in cuts]
-    (summed,) = torch.autograd.grad(sum(part.loss for part in parts), logprobs)
-    assert torch.allclose(summed, gradient, atol=1e-15)
-    for name, value in whole.metrics.items():
-        values = torch.stack([part.metrics[name] for part in parts])
-        combined = values.max() if lookup(name).reduction == "max" else values.sum()
-        assert combined.item() == pytest.approx(value.item(), abs=1e-12)
+def whole_update(
+    loss: FixedClipLoss | BapoLoss, micro_batches: list[LossInputs]
+) -> tuple[ClipBounds, LossOutput, list[Tensor]]:
+    """Bounds, summed loss and metrics, and the gradients of the log-probs: what a trainer makes of one update."""
+    for inputs in micro_batches:
+        inputs.logprobs.requires_grad_()
+    bounds = loss.choose(sum(loss.tally(inputs) for inputs in micro_batches))
+    count = sum(inputs.response_mask.sum() for inputs in micro_batches)
+    outputs = [loss(inputs, bounds, count) for inputs in micro_batches]
+    total = sum(output.loss for output in outputs)
+    gradients = torch.autograd.grad(total, [inputs.logprobs for inputs in micro_batches])
+    metrics = {}
+    for name in outputs[0].metrics:
+        values = torch.stack([output.metrics[name] for output in outputs])
+        metrics[name] = values.max() if lookup(name).reduction == "max" else values.sum()
+    return bounds, LossOutput(total.detach(), metrics), list(gradients)
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_dual3", *PRESETS])
+@pytest.mark.parametrize("seed", range(2))
+def test_an_update_does_not_depend_on_how_it_is_cut_padded_or_ordered(name: str, seed: int) -> None:
+    loss, inputs = (GOLDEN | PRESETS)[name], random_inputs(seed)
+    bounds, output, (gradient,) = whole_update(loss, [rearrange(inputs, Tensor.clone)])
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
+    ways = {f"micro-batches of {n}": [slice(i, i + n) for i in range(0, 8, n)] for n in (1, 2)} | {"permuted": [order]}
+    cuts = {way: [rearrange(inputs, lambda x, rows=rows: x[rows].clone()) for rows in cut] for way, cut in ways.items()}
+    cuts["padded"] = [rearrange(inputs, padded)]
+    for way, micro_batches in cuts.items():
+        other_bounds, other, gradients = whole_update(loss, micro_batches)
+        assert torch.equal(other_bounds.clip_low, bounds.clip_low), way
+        assert torch.equal(other_bounds.clip_high, bounds.clip_high), way
+        assert other.loss.item() == pytest.approx(output.loss.item(), abs=1e-12), way
+        expected = gradient[order] if way == "permuted" else gradient
+        assert torch.allclose(torch.cat(gradients)[:, : gradient.shape[1]], expected, rtol=0, atol=1e-15), way
+        for key, value in output.metrics.items():
+            assert other.metrics[key].item() == pytest.approx(value.item(), abs=1e-10), (way, key)
 
 
 # --- floating point --------------------------------------------------------------------------------------------------
@@ -210,10 +285,17 @@ rows = st.lists(
 
 
 @settings(max_examples=100, deadline=None)
-@given(rows, st.floats(0.1, 0.95), st.floats(1.05, 3.0), st.sampled_from([torch.float32, torch.float64]))
-def test_pinned_ranges_are_ppo_clipping(tokens, low, high, dtype) -> None:
+@given(
+    rows,
+    st.floats(0.1, 0.95),
+    st.floats(1.05, 3.0),
+    st.one_of(st.none(), st.floats(1.1, 5)),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_pinned_ranges_are_ppo_clipping(tokens, low, high, dual_clip, dtype) -> None:
     columns = [list(column) for column in zip(*tokens, strict=True)]
-    fixed, bapo = FixedClipLoss(low, high), BapoLoss(0.4, BoundRange(low, low), BoundRange(high, high))
+    fixed = FixedClipLoss(low, high, dual_clip)
+    bapo = BapoLoss(0.4, BoundRange(low, low), BoundRange(high, high), dual_clip=dual_clip)
     results = []
     for loss in (fixed, bapo):
         inputs = make(*columns, dtype=dtype)
@@ -224,8 +306,10 @@ def test_pinned_ranges_are_ppo_clipping(tokens, low, high, dtype) -> None:
 
     inputs = make(*columns, dtype=dtype)
     ratio = (inputs.logprobs - inputs.behaviour_logprobs).exp()
-    textbook = -torch.min(ratio * inputs.advantages, ratio.clamp(low, high) * inputs.advantages)[inputs.response_mask].sum()
-    expected = textbook / inputs.response_mask.sum().clamp(min=1)
+    objective = torch.min(ratio * inputs.advantages, ratio.clamp(low, high) * inputs.advantages)
+    if dual_clip is not None:
+        objective = torch.where(inputs.advantages < 0, objective.max(dual_clip * inputs.advantages), objective)
+    expected = -objective[inputs.response_mask].sum() / inputs.response_mask.sum().clamp(min=1)
     assert results[0][0].item() == pytest.approx(expected.item(), abs=1e-5)
 
 
@@ -244,6 +328,16 @@ def test_pinned_ranges_are_ppo_clipping(tokens, low, high, dtype) -> None:
         ({"clip_high": BoundRange(0.28, 0.28)}, r"clip_high.start is 0.28; it must be > 1"),
         ({"search_order": "up"}, r"search_order is 'up'; it must be one of high_first, low_first"),
         ({"mass": "token"}, r"mass is 'token'; it must be one of gradient, surrogate"),
+        ({"weight": "prob"}, r"weight is 'prob'; it must be one of none, behaviour_prob"),
+        ({"balance": "abs"}, r"balance is 'abs'; it must be one of share, signed"),
+        ({"bounds_scope": "rank"}, r"bounds_scope is 'rank'; it must be one of update, micro_batch"),
+        ({"target_mode": "auto"}, r"target_mode is 'auto'; it must be one of absolute, relative"),
+        ({"target_margin": 1.0}, r"target_margin is 1.0; it must be in \(-1, 1\)"),
+        ({"target_mode": "relative", "balance": "signed"}, r"balance is 'signed'; it must be 'share' where target_mode"),
+        ({"counterfactual_targets": [0.3, 1.0]}, r"counterfactual_targets is 1.0; it must be in \(0, 1\)"),
+        ({"dual_clip": 1.0}, r"dual_clip is 1.0; it must be > 1"),
+        ({"dual_clip": math.nan}, r"dual_clip is nan; it must be > 1"),
+        ({"dual_clip": math.inf}, r"dual_clip is inf; it must be > 1 and finite"),
     ],
 )
 def test_bapo_refuses(changes: dict, message: str) -> None:
@@ -252,11 +346,17 @@ def test_bapo_refuses(changes: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "message"), [(0.0, 1.2, "clip_low is 0.0"), (1.0, 1.2, "clip_low is 1.0"), (0.8, 1.0, "clip_high is 1.0")]
+    ("arguments", "message"),
+    [
+        ((0.0, 1.2), "clip_low is 0.0"),
+        ((1.0, 1.2), "clip_low is 1.0"),
+        ((0.8, 1.0), "clip_high is 1.0"),
+        ((0.8, 1.2, 0.5), "dual_clip is 0.5; it must be > 1"),
+    ],
 )
-def test_fixed_clip_refuses(low: float, high: float, message: str) -> None:
+def test_fixed_clip_refuses(arguments: tuple[float, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FixedClipLoss(low, high)
+        FixedClipLoss(*arguments)
 
 
 def test_an_unknown_loss_key_is_refused() -> None:
@@ -287,13 +387,14 @@ def test_losses_import_torch_and_nothing_above_it() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("loss", [PAPER, BapoLoss(0.4, LOW, HIGH, "low_first", "surrogate"), FixedClipLoss(0.8, 1.2)])
+@pytest.mark.parametrize("loss", [*PRESETS.values(), replace(PAPER, target_mode="relative"), FixedClipLoss(0.8, 1.2, 3.0)])
 def test_no_value_is_read_back_to_the_host(loss: BapoLoss | FixedClipLoss) -> None:
     """Tensors on the meta device have no values: reading one (`.item()`, a branch, a mask of unknown size) raises."""
     logprobs, other = (torch.zeros(2, 3, device="meta", requires_grad=grad) for grad in (True, False))
-    inputs = LossInputs(logprobs, other, other, torch.ones(2, 3, dtype=torch.bool, device="meta"))
+    inputs = LossInputs(logprobs, other, other, torch.ones(2, 3, dtype=torch.bool, device="meta"), other)
     bounds = loss.choose(loss.tally(inputs))
     output = loss(inputs, bounds, torch.ones((), device="meta"))
     output.loss.backward()
     assert logprobs.grad is not None
-    assert {value.device.type for value in (bounds.clip_low, bounds.clip_high, *output.metrics.values())} == {"meta"}
+    values = [bounds.clip_low, bounds.clip_high, *bounds.metrics.values(), *output.metrics.values()]
+    assert {value.device.type for value in values} == {"meta"}

@@ -1,9 +1,15 @@
 """Policy losses. Each one counts, chooses its bounds once per update, and is then called on every micro-batch."""
 
+from bapo.losses.adaptive_ratio import AdaptiveRatioLoss
 from bapo.losses.bapo import BapoLoss
+from bapo.losses.cispo import CispoLoss
 from bapo.losses.clip_bounds import BoundRange
+from bapo.losses.dppo import DppoLoss
 from bapo.losses.fixed_clip import FixedClipLoss
+from bapo.losses.gspo import GspoLoss
+from bapo.losses.m2po import M2poLoss
 from bapo.losses.one_call import PRESETS, bapo_loss, search_clip_bounds
+from bapo.losses.sapo import SapoLoss
 from bapo.losses.surrogate import (
     MassRule,
     clipped_objective,
@@ -16,10 +22,16 @@ from bapo.losses.surrogate import (
 
 __all__ = [
     "PRESETS",
+    "AdaptiveRatioLoss",
     "BapoLoss",
     "BoundRange",
+    "CispoLoss",
+    "DppoLoss",
     "FixedClipLoss",
+    "GspoLoss",
+    "M2poLoss",
     "MassRule",
+    "SapoLoss",
     "bapo_loss",
     "clipped_objective",
     "clipped_surrogate_loss",

@@ -45,7 +45,7 @@ CHOICES: Mapping[str, Any] = {
 class BapoLoss:
     """-sum_t min(r_t A_t, clip(r_t, clip_low, clip_high) A_t) / denominator at the first bounds whose positive ratio >= target.
 
-    target_positive_ratio: in (0, 1), a share even where balance is signed; not used where target_mode is relative.
+    target_positive_ratio: in (0, 1), of the ratio that `balance` names; not used where target_mode is relative.
     clip_low, clip_high: ranges of the bounds, on the ratio itself. search_order: the bound that moves first.
     mass, weight: what a token weighs in P and N. balance: the ratio of P and N that is compared with the target.
     dual_clip: c > 1; for A < 0 the objective is not below c A. dual_clip_in_search: do the masses know it too?

@@ -1,0 +1,139 @@
+"""What the search for clip bounds costs, side by side in one process on the same tensors.
+
+    python benchmarks/bound_search.py        prints two tables and writes benchmarks/results/bound_search.md
+
+Table search: one pass into bins (`BapoLoss.tally`), then `choose`. Against it
+(a) every candidate of the path at once: one vectorised pass over the tokens per candidate, bounds chosen at the end;
+(b) one candidate at a time, its positive ratio read by the host, as a loop with `.item()` does, up to the end of the path.
+And the whole of a training step's loss: log-softmax over a vocabulary, loss, search, backward, against a fixed clip.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bapo.losses import BapoLoss, BoundRange, FixedClipLoss
+from bapo.types import LossInputs
+
+RESULTS = Path(__file__).parent / "results" / "bound_search.md"
+REPEATS = 10
+SEARCH = BapoLoss(0.999, BoundRange(0.6, 0.9, 0.02), BoundRange(1.2, 3.0, 0.05), counterfactuals=False)
+"""A target that no candidate reaches, so that every search runs to its end."""
+
+
+def random_tokens(count: int, seed: int = 0) -> LossInputs:
+    generator = torch.Generator().manual_seed(seed)
+    behaviour = -3 * torch.rand(count // 1024, 1024, generator=generator)
+    return LossInputs(
+        logprobs=behaviour + 0.5 * torch.randn(behaviour.shape, generator=generator),
+        behaviour_logprobs=behaviour,
+        advantages=torch.randn(count // 1024, 1, generator=generator).expand_as(behaviour),
+        response_mask=torch.rand(behaviour.shape, generator=generator) < 0.9,
+    )
+
+
+def table_search(inputs: LossInputs) -> tuple[float, float]:
+    bounds = SEARCH.choose(SEARCH.tally(inputs))
+    return float(bounds.clip_low), float(bounds.clip_high)
+
+
+def _candidates() -> list[tuple[float, float]]:
+    lows, highs = SEARCH.clip_low.candidates().tolist(), SEARCH.clip_high.candidates().tolist()
+    return [(lows[0], high) for high in highs] + [(low, highs[-1]) for low in lows[1:]]
+
+
+def _positive_ratio(ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
+    mass = ratio * advantages.abs()
+    positive = (mass * (mask & (advantages > 0) & (ratio <= high))).sum()
+    negative = (mass * (mask & (advantages < 0) & (ratio >= low))).sum()
+    return positive / (positive + negative)
+
+
+def every_candidate(inputs: LossInputs) -> tuple[float, float]:
+    ratio = (inputs.logprobs - inputs.behaviour_logprobs).exp()
+    path = _candidates()
+    ratios = torch.stack([_positive_ratio(ratio, inputs.advantages, inputs.response_mask, *c) for c in path])
+    met = ratios >= SEARCH.target_positive_ratio
+    return path[int(met.int().argmax()) if bool(met.any()) else -1]
+
+
+def one_at_a_time(inputs: LossInputs) -> tuple[float, float]:
+    ratio = (inputs.logprobs - inputs.behaviour_logprobs).exp()
+    for candidate in (path := _candidates()):
+        if _positive_ratio(ratio, inputs.advantages, inputs.response_mask, *candidate).item() >= SEARCH.target_positive_ratio:
+            return candidate
+    return path[-1]
+
+
+def training_step(loss: BapoLoss | FixedClipLoss, logits: Tensor, targets: Tensor, inputs: LossInputs) -> float:
+    """log-softmax, tally, choose, loss, backward for tokens [1, T] over logits [T, V]."""
+    logits = logits.detach().requires_grad_()
+    logprobs = logits.log_softmax(-1).gather(-1, targets[:, None]).T
+    given = LossInputs(logprobs, inputs.behaviour_logprobs, inputs.advantages, inputs.response_mask)
+    detached = LossInputs(logprobs.detach(), inputs.behaviour_logprobs, inputs.advantages, inputs.response_mask)
+    bounds = loss.choose(loss.tally(detached))
+    output = loss(given, bounds, inputs.response_mask.sum().double())
+    output.loss.backward()
+    return float(output.loss)
+
+
+def seconds_of(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Median seconds of each call; they take turns, so that a slow moment of the machine meets all of them."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(REPEATS + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if turn:  # the first turn warms up
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    inputs = random_tokens(2**20)
+    searches = {"table": table_search, "(a) every candidate": every_candidate, "(b) one at a time": one_at_a_time}
+    assert len({search(inputs) for search in searches.values()}) == 1, "the searches must agree before they are timed"
+    search = seconds_of({name: lambda f=f: f(inputs) for name, f in searches.items()})  # type: ignore[misc]
+
+    tokens, vocabulary = 8192, 32_000
+    logits, targets = torch.randn(tokens, vocabulary), torch.randint(vocabulary, (tokens,))
+    behaviour = logits.log_softmax(-1).gather(-1, targets[:, None]).T + 0.3 * torch.randn(1, tokens)
+    signs = torch.randn(1, tokens)
+    few = LossInputs(behaviour, behaviour, signs, torch.ones(1, tokens, dtype=torch.bool))
+    adaptive = BapoLoss(0.4, SEARCH.clip_low, SEARCH.clip_high)
+    losses = {"bapo": adaptive, "fixed clip": FixedClipLoss(0.8, 1.2)}
+    step = seconds_of({n: lambda loss=loss: training_step(loss, logits, targets, few) for n, loss in losses.items()})  # type: ignore[misc]
+
+    lines = [
+        "# Cost of the bound search",
+        "",
+        f"`python benchmarks/bound_search.py`: medians of {REPEATS} in one process, taking turns; torch {torch.__version__}, "
+        f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, {platform.machine()}.",
+        "",
+        "2^20 tokens, the paper's ranges (52 candidates), a target that none of them reaches:",
+        "",
+        "| search | ms | times the table search |",
+        "|---|---|---|",
+        *(f"| {name} | {1e3 * t:.1f} | {t / search['table']:.1f} |" for name, t in search.items()),
+        "",
+        f"{tokens} tokens over a vocabulary of {vocabulary}: log-softmax, loss with its metrics, search (counterfactuals included), backward:",
+        "",
+        "| loss | ms | times fixed clip |",
+        "|---|---|---|",
+        *(f"| {name} | {1e3 * t:.1f} | {t / step['fixed clip']:.3f} |" for name, t in step.items()),
+    ]
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

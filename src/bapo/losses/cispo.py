@@ -1,0 +1,62 @@
+"""CISPO: the importance weight is clipped, the token's gradient never dropped. Source: arXiv 2506.13585, Eq. 4 and 5."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from bapo.losses.clip_bounds import BoundsScope
+from bapo.losses.surrogate import importance_ratio
+from bapo.losses.token_loss import constant_bounds, empty_tally, token_loss
+from bapo.ops.masked import keep, masked_sum
+from bapo.types import ClipBounds, LossInputs, LossOutput
+
+
+@dataclass(frozen=True)
+class CispoLoss:
+    """REINFORCE with a clipped and detached weight: -sum_t sg(clip(r_t, clip_low, clip_high)) A_t log pi_t / denominator.
+
+    A token is clipped when its weight is cut: r outside [clip_low, clip_high] and A != 0. `policy/clip_frac` counts these;
+    `policy/clip_frac_high` and `_low` only those that PPO would clip too (A > 0 above, A < 0 below). Masses are the gradient's,
+    clip(r) |A|. The loss's value estimates no return; only its gradient means something. clip_low 0 is no lower bound, as in
+    the paper. Errors: ValueError unless 0 <= clip_low < 1 < clip_high.
+    """
+
+    clip_low: float
+    clip_high: float
+    adaptive = False
+    bounds_scope: ClassVar[BoundsScope] = "update"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low < 1:
+            raise ValueError(f"clip_low is {self.clip_low}; it must be in [0, 1), a bound on the ratio itself")
+        if not self.clip_high > 1:
+            raise ValueError(f"clip_high is {self.clip_high}; it must be > 1, a bound on the ratio itself")
+
+    def tally(self, inputs: LossInputs) -> Tensor:
+        """Nothing to count: float64 [0]."""
+        return empty_tally(inputs)
+
+    def choose(self, tally: Tensor) -> ClipBounds:
+        """The two constants, on the tally's device."""
+        return constant_bounds(self.clip_low, self.clip_high, tally.device)
+
+    def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
+        """Loss and metrics of one micro-batch; `denominator` is a count over the whole update."""
+        ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
+        advantages = keep(inputs.advantages, inputs.response_mask)
+        low, high = bounds.clip_low.to(ratio.dtype), bounds.clip_high.to(ratio.dtype)
+        weight = ratio.detach().clamp(low, high)
+        output = token_loss(
+            inputs,
+            bounds,
+            denominator,
+            objective=weight * advantages * keep(inputs.logprobs, inputs.response_mask),
+            ratio=ratio,
+            log_ratio=log_ratio,
+            gradient=weight * advantages.abs(),
+        )
+        cut = ((ratio < low) | (ratio > high)) & (advantages != 0)
+        return LossOutput(output.loss, output.metrics | {"policy/clip_frac": masked_sum(cut, inputs.response_mask).double()})

@@ -1,0 +1,71 @@
+"""GSPO: one importance ratio per response, the geometric mean of its tokens' ratios. Source: arXiv 2507.18071."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from bapo.losses.clip_bounds import BoundsScope
+from bapo.losses.surrogate import MAX_LOG_RATIO, clipped_objective, importance_ratio
+from bapo.losses.token_loss import constant_bounds, empty_tally, token_loss
+from bapo.ops.masked import keep
+from bapo.types import ClipBounds, LossInputs, LossOutput
+
+
+@dataclass(frozen=True)
+class GspoLoss:
+    """A response is clipped as a whole: -sum_t min(s A_t, clip(s, clip_low, clip_high) A_t) / denominator, s = exp(mean log r).
+
+    As in the paper's token variant, s_t = sg(s) r_t / sg(r_t): its value is s and its gradient s d log pi_t, so that a token of
+    weight 0 moves nothing. Where weights are equal within a response this is the sequence objective's own gradient. The mean is
+    over all trained tokens of the row, weighted or not, each log r clamped at +-20 first. The paper averages over responses:
+    objective.aggregation sequence_mean. Bounds are on s, whose scale is far finer than that of r (paper: 0.9997, 1.0004).
+    Clipping, masses (s |A| unless clipped) and `policy/ratio_*` speak of s; `policy/approx_kl` and
+    `policy/log_ratio_clamped_frac` of the tokens' r. Errors: ValueError unless 0 < clip_low < 1 < clip_high.
+    """
+
+    clip_low: float
+    clip_high: float
+    adaptive = False
+    bounds_scope: ClassVar[BoundsScope] = "update"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_low < 1:
+            raise ValueError(f"clip_low is {self.clip_low}; it must be in (0, 1), a bound on the sequence ratio itself")
+        if not self.clip_high > 1:
+            raise ValueError(f"clip_high is {self.clip_high}; it must be > 1, a bound on the sequence ratio itself")
+
+    def tally(self, inputs: LossInputs) -> Tensor:
+        """Nothing to count: float64 [0]."""
+        return empty_tally(inputs)
+
+    def choose(self, tally: Tensor) -> ClipBounds:
+        """The two constants, on the tally's device."""
+        return constant_bounds(self.clip_low, self.clip_high, tally.device)
+
+    def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
+        """Loss and metrics of one micro-batch of whole responses; `denominator` is a count over the whole update."""
+        _, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
+        advantages = keep(inputs.advantages, inputs.response_mask)
+        sequence = sequence_ratio(log_ratio, inputs.response_mask)
+        return token_loss(
+            inputs,
+            bounds,
+            denominator,
+            objective=clipped_objective(sequence, advantages, bounds.clip_low, bounds.clip_high),
+            ratio=sequence,
+            log_ratio=log_ratio,
+        )
+
+
+def sequence_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
+    """exp(mean of log r over the row's trained tokens), at each of them, with a gradient to that token alone; [B, T].
+
+    log_ratio: 0 in masked slots, as `importance_ratio` gives it.
+    """
+    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    lengths = response_mask.sum(dim=1, keepdim=True).clamp(min=1)
+    sequence = (clamped.detach().sum(dim=1, keepdim=True) / lengths).exp()
+    return sequence * (clamped - clamped.detach()).exp()

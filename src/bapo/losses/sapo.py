@@ -1,0 +1,65 @@
+"""SAPO: a smooth gate instead of a clip. Source: arXiv 2511.20347."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bapo.losses.clip_bounds import BoundsScope
+from bapo.losses.surrogate import importance_ratio
+from bapo.losses.token_loss import constant_bounds, empty_tally, token_loss
+from bapo.ops.masked import keep
+from bapo.types import ClipBounds, LossInputs, LossOutput
+
+HALF_OPEN = math.log(3 + 2 * math.sqrt(2))
+"""|x| at which 4 sigmoid(x) (1 - sigmoid(x)) is 1/2."""
+
+
+@dataclass(frozen=True)
+class SapoLoss:
+    """Gradients fade as r leaves 1: -sum_t f_t(r_t) A_t / denominator, f(r) = 4 / tau * sigmoid(tau (r - 1)).
+
+    tau is tau_pos for A > 0, else tau_neg. The gradient on log pi is g r A with the gate g = 4 sigmoid (1 - sigmoid) of
+    tau (r - 1), which is 1 at r = 1: there it is REINFORCE's. Nothing is clipped outright. The bounds that are logged, beyond
+    which a token counts as clipped (A > 0 above clip_high, A < 0 below clip_low), are where the gate is half open:
+    1 + 1.763 / tau_pos and max(0, 1 - 1.763 / tau_neg). Masses are the gradient's, g r |A|.
+    Errors: ValueError unless both tau are > 0 and finite.
+    """
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    adaptive = False
+    bounds_scope: ClassVar[BoundsScope] = "update"
+
+    def __post_init__(self) -> None:
+        for name in ("tau_pos", "tau_neg"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be > 0 and finite")
+
+    def tally(self, inputs: LossInputs) -> Tensor:
+        """Nothing to count: float64 [0]."""
+        return empty_tally(inputs)
+
+    def choose(self, tally: Tensor) -> ClipBounds:
+        """The ratios at which the gate is half open, on the tally's device."""
+        return constant_bounds(max(0.0, 1 - HALF_OPEN / self.tau_neg), 1 + HALF_OPEN / self.tau_pos, tally.device)
+
+    def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
+        """Loss and metrics of one micro-batch; `denominator` is a count over the whole update."""
+        ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
+        advantages = keep(inputs.advantages, inputs.response_mask)
+        tau = torch.full_like(advantages, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
+        gate = (tau * (ratio - 1)).sigmoid()
+        return token_loss(
+            inputs,
+            bounds,
+            denominator,
+            objective=4 / tau * gate * advantages,
+            ratio=ratio,
+            log_ratio=log_ratio,
+            gradient=4 * gate * (1 - gate) * ratio * advantages.abs(),
+        )
