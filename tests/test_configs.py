@@ -206,7 +206,7 @@ REFUSED = {
     "experiment=smoke": "unknown key 'experiment'; nearest: '+experiment=smoke'",
     "hydra.run.dri=x": "unknown key 'hydra.run.dri'",
     # files that are not there
-    "loss=gspo": "Could not find 'loss/gspo' Available options in 'loss': bapo clip_higher grpo",
+    "loss=no_such_loss": "Could not find 'loss/no_such_loss' Available options in 'loss': bapo clip_higher grpo",
     "+experiment=nope": "Could not find 'experiment/nope' Available options in 'experiment': fixed_bounds",
     "loss=null": "loss=null: a group cannot be null",
     # wrong types

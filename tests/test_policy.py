@@ -5,7 +5,7 @@ import torch
 from conftest import random_batch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from bapo.ops.logprobs import token_logprobs
 from bapo.ops.microbatch import cut_by_tokens
@@ -211,6 +211,17 @@ def test_a_folder_with_code_of_its_own_does_not_run_it(tmp_path, model_folder):
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_model(folder)
     assert not sentinel.exists()
+
+
+def test_a_model_that_caps_its_logits_is_refused(tmp_path):
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=15, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, final_logit_softcapping=0.5, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its logits are not its output embeddings alone"):
+        load_model(tmp_path)
 
 
 def test_a_tokenizer_without_pad_pads_with_its_end(tmp_path, tokenizer):

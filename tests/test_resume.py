@@ -20,6 +20,7 @@ from conftest import REPOSITORY, SMALL, run_experiment
 from bapo.module import BapoModule
 from bapo.rollouts.hf import HFEngine
 from bapo.run_folder import newest_checkpoint
+from bapo.warm_start import WarmStart
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +52,11 @@ def signal_after(monkeypatch):
     """Sends this process a signal while update number `update` is being logged."""
     plain = BapoModule.log_row
 
-    def arrange(update: int, number: int = signal.SIGTERM) -> None:
+    def arrange(update: int) -> None:
         def log_row(self, row):
             plain(self, row)
             if self.global_step == update and "policy/loss" in row:
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), signal.SIGTERM)
 
         monkeypatch.setattr(BapoModule, "log_row", log_row)
 
@@ -86,6 +87,26 @@ def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(
     run_experiment(tmp_path, f"resume={tmp_path}")
     assert_same_run(tmp_path, uninterrupted)
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize("stops", [(4, 8), (4, 6, 8), (2, 4), (3, 4, 5), (8, 12)], ids=str)
+def test_stopped_and_resumed_again_and_again_equals_uninterrupted(uninterrupted, small, tmp_path, signal_after, stops):
+    command = small
+    for update in stops:
+        signal_after(update)
+        with pytest.raises(SystemExit):
+            run_experiment(tmp_path, *command)
+        command = (f"resume={tmp_path}",)
+    signal_after(-1)
+    run_experiment(tmp_path, *command)
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_run_made_longer_twice_equals_one_that_was_long_from_the_start(uninterrupted, small, tmp_path):
+    run_experiment(tmp_path, *small, "trainer.max_rounds=1")
+    for rounds in (2, 3):
+        run_experiment(tmp_path, f"resume={tmp_path}", f"trainer.max_rounds={rounds}")
+    assert_same_run(tmp_path, uninterrupted)
 
 
 def test_a_resumed_run_draws_no_round_twice(uninterrupted, small, tmp_path, signal_after, monkeypatch):
@@ -187,6 +208,32 @@ def test_the_checkpoint_holds_tensors_and_plain_values_only(uninterrupted):
             assert value is None or isinstance(value, (torch.Tensor, str, int, float, bool)), type(value)
 
     walk(checkpoint)
+
+
+@pytest.mark.parametrize("where", ["WarmStart.__call__", "HFEngine.generate"])
+def test_a_signal_before_the_first_update_ends_the_run_with_a_status(small, tmp_path, monkeypatch, where):
+    owner = {"WarmStart": WarmStart, "HFEngine": HFEngine}[where.split(".")[0]]
+
+    def kill(self, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr(owner, where.split(".")[1], kill)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        run_experiment(tmp_path, *small)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_behaviour_is_scored_at_the_precision_of_training(small, tmp_path):
+    run_experiment(tmp_path, *small, "trainer.precision=bf16-mixed", "trainer.max_rounds=1")
+    with (tmp_path / "metrics.csv").open() as file:
+        first = list(csv.DictReader(file))[1]
+    assert float(first["policy/ratio_max"]) == pytest.approx(1.0, abs=1e-6)
+    assert float(first["policy/approx_kl"]) == pytest.approx(0.0, abs=1e-9)
+    assert float(first["mismatch/logp_abs_diff_max"]) > 1e-3  # the engine works in float32, and that is said
 
 
 @pytest.mark.slow

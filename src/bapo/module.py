@@ -50,7 +50,9 @@ class BapoModule(L.LightningModule):
         return self.policy.named_weights()
 
     def score(self, batch: Batch) -> Scores:
-        return self.policy.score(batch, self.token_budget)
+        # As in training_step: under mixed precision the same weights give other numbers outside autocast.
+        with self.trainer.precision_plugin.forward_context():
+            return self.policy.score(batch, self.token_budget)
 
     def version(self) -> int:
         return self.global_step
@@ -172,6 +174,12 @@ class BapoModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["bapo"] = {"skipped_updates": self.skipped_updates, "skips_in_a_row": self.skips_in_a_row}
+        # A fit resumed at the end of an epoch counts one epoch less as begun than one that never stopped (Lightning 2.6.6), and
+        # its own checkpoints would start an epoch again that is over. Both are written as if they had never stopped.
+        progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+        begun, done = self.current_epoch + 1, self.current_epoch
+        for counts in (progress["total"], progress["current"]):
+            counts |= {"ready": begun, "started": begun, "processed": done, "completed": done}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.skipped_updates = checkpoint["bapo"]["skipped_updates"]

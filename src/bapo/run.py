@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -78,7 +80,8 @@ def _run_in(folder: Path, parts: Mapping[str, Any], config: dict[str, Any], resu
     write_status(folder, "running", pid=os.getpid())
     start = time.time()
     try:
-        metrics, stopped_by = _fit(parts, config, folder, resume)
+        with _exit_on_sigterm():
+            metrics, stopped_by = _fit(parts, config, folder, resume)
     except BaseException as error:
         # Lightning turns a second Ctrl-C into SystemExit.
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -87,7 +90,7 @@ def _run_in(folder: Path, parts: Mapping[str, Any], config: dict[str, Any], resu
         status = "interrupted" if interrupted else "failed"
         write_status(folder, status, error=redact(repr(error)), seconds=round(time.time() - start, 1))
         log.info("to go on from the last checkpoint: python train.py resume=%s", folder)
-        if interrupted:
+        if interrupted and error.args != (128 + signal.SIGTERM,):
             raise KeyboardInterrupt from error
         raise
     step = int(metrics["trainer/global_step"])
@@ -99,6 +102,23 @@ def _run_in(folder: Path, parts: Mapping[str, Any], config: dict[str, Any], resu
         log.info("stopped after %d updates; to go on: python train.py resume=%s", step, folder)
         raise SystemExit(128 + stopped_by)
     return metrics
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Before and after the updates, where `StopOnSignal` is not at work, kill -TERM ends the run as Ctrl-C does."""
+
+    def handle(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _hush() -> None:

@@ -177,3 +177,5 @@ def discard_unused(folder: Path) -> None:
     """Takes away a folder in which there is nothing but Hydra's empty log: the run never began."""
     if all(path.suffix == ".log" and path.stat().st_size == 0 for path in folder.glob("*")):
         shutil.rmtree(folder, ignore_errors=True)
+        if folder.parent.is_dir() and not any(folder.parent.iterdir()):
+            folder.parent.rmdir()

@@ -97,11 +97,23 @@ def load_model(path: str | Path, dtype: str = "float32", revision: str | None = 
     if trust_remote_code:
         log.warning("policy.trust_remote_code is on: code from %s will run", path)
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=DTYPES[dtype], revision=revision, trust_remote_code=trust_remote_code
         )
     except OSError as error:
         raise ValueError(f"policy.path is {str(path)!r}; no model could be loaded from it: {error}") from error
+    check_head(model, path)
+    return model
+
+
+@torch.no_grad()
+def check_head(model: Any, path: str | Path) -> None:
+    """`CausalLMPolicy` scores by the output embeddings alone; some models cap or scale their logits beyond that: ValueError."""
+    ids = torch.arange(4)[None] % model.config.vocab_size
+    logits = model(input_ids=ids).logits
+    plain = model.get_output_embeddings()(model.base_model(input_ids=ids).last_hidden_state)
+    if not torch.allclose(plain, logits, rtol=1e-2, atol=1e-2):
+        raise ValueError(f"policy.path is {str(path)!r}; its logits are not its output embeddings alone (capped or scaled)")
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

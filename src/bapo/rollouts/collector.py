@@ -148,6 +148,7 @@ class Collector:
             "next_prompt": position,
             "tokens_total": before.get("tokens_total", 0) + sum(len(s.rollout.response_ids) for s in samples),
             "sampling": asdict(self.options.sampling),
+            "tokenizer": self.tokenizer.name_or_path,
             "metrics": pool_metrics(samples, rewards, kept, self.options.group_size) | mismatch_metrics(batch),
             "timing": {"time/refill": time.perf_counter() - start},
         }

@@ -20,7 +20,8 @@ from bapo.types import Batch, Rollout
 class Pool:
     """`batch` [N, T]; `rows` names each of the N sequences as (group uid, sample index, seed).
 
-    `meta` holds plain values only: round, policy_version, next_prompt, tokens_total, sampling, metrics, timing.
+    `meta` holds plain values only: round, policy_version, next_prompt, tokens_total, sampling,
+    tokenizer (where it was loaded from), metrics, timing.
     """
 
     batch: Batch
