@@ -1,5 +1,8 @@
 """Scoring: which logits belong to which token, masks, precision, memory. FAULTS 12-16, 23, 56."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from conftest import random_batch
@@ -197,10 +200,34 @@ def test_weights_handed_out_rebuild_the_model(tied):
     torch.testing.assert_close(model(ids).logits, fresh(ids).logits, atol=1e-5, rtol=0)
 
 
-def test_a_folder_with_code_of_its_own_does_not_run_it(tmp_path, model_folder):
-    import json
-    import shutil
+@pytest.mark.parametrize(
+    ("name", "left", "load"),
+    [
+        ("model.safetensors", 0.5, load_model),
+        ("model.safetensors", None, load_model),
+        ("config.json", 0.5, load_model),
+        ("tokenizer.json", 0.5, load_tokenizer),
+        ("tokenizer.json", None, load_tokenizer),
+        ("tokenizer_config.json", 0.5, load_tokenizer),
+        ("tokenizer*.json", None, load_tokenizer),
+    ],
+)
+def test_a_broken_folder_is_named(tmp_path, model_folder, name, left, load):
+    """left: share of the file's bytes that is left, None for no file."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    for path in folder.glob(name):
+        content = path.read_bytes()
+        path.unlink()
+        if left is not None:
+            path.write_bytes(content[: int(left * len(content))])
+    with pytest.raises(
+        ValueError, match=r"policy.path is '.*model'; (no (model|tokenizer) could be loaded|its tokenizer has no)"
+    ):
+        load(folder)
 
+
+def test_a_folder_with_code_of_its_own_does_not_run_it(tmp_path, model_folder):
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
     sentinel = tmp_path / "sentinel"
