@@ -140,20 +140,28 @@ def test_a_sweep_in_two_processes_has_one_folder(tiny: tuple[str, ...], tmp_path
 
 def test_no_secret_reaches_a_file_or_the_screen(tiny: tuple[str, ...], tmp_path: Path) -> None:
     secrets = {"HF_TOKEN": "SENTINEL_1", "WANDB_API_KEY": "SENTINEL_2", "OPENAI_API_KEY": "SENTINEL_3", "MY_KEY": "SENTINEL_4"}
-    reads_them = ("policy.revision=${oc.env:HF_TOKEN}", "logger.wandb.tags=[${policy.revision}-SENTINEL_4]")
+    reads_them = ("policy.revision=${oc.env:HF_TOKEN}", "logger.wandb.tags=[${policy.revision}-${oc.env:MY_KEY}]")
     code, out, err = train(tmp_path, *tiny, "logger=[wandb,tensorboard]", *reads_them, **secrets)
     assert code == 0, err
     (folder,) = (tmp_path / "outputs" / "smoke").iterdir()
     assert {path.name for path in folder.iterdir()} == FILES | {"wandb", "tensorboard"}
     cfg = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=False)
     assert cfg["policy"]["revision"] == "${oc.env:HF_TOKEN}"  # so that a resumed run finds it
-    assert cfg["logger"]["wandb"]["tags"] == ["***-***"]
+    assert cfg["logger"]["wandb"]["tags"] == ["${policy.revision}-${oc.env:MY_KEY}"]
     for file in ("commands.log", "provenance.json"):
-        assert "logger.wandb.tags=[${policy.revision}-***" in (folder / file).read_text()
+        assert "logger.wandb.tags=[${policy.revision}-${oc.env:MY_KEY}]" in (folder / file).read_text()
     assert "SENTINEL_" not in out + err
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 20
     assert [path for path in files if "SENTINEL_" in str(path) or b"SENTINEL_" in path.read_bytes()] == []
+
+
+def test_a_secret_on_the_command_line_is_refused(tmp_path: Path) -> None:
+    code, out, err = train(tmp_path, "-m", "name=SENTINEL_4", MY_KEY="SENTINEL_4")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: the command line holds a secret; name its environment variable instead")
+    assert "SENTINEL_" not in out + err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,27 @@ def test_several_loggers_at_once() -> None:
     assert parts_of("logger=csv")["logger"] == {}
 
 
+def test_null_leaves_a_callback_or_logger_out() -> None:
+    parts = parts_of("logger=[wandb,tensorboard]", "logger.wandb=null", "callbacks.progress=null")
+    assert parts["logger"]["wandb"] is None
+    assert parts["callbacks"]["progress"] is None
+
+
+def test_a_collection_must_be_a_section() -> None:
+    cfg = without_hydra(composed())
+    cfg.callbacks = None
+    with pytest.raises(ValueError, match="callbacks is None; it must be a section"):
+        build_parts(cfg)
+
+
+def test_a_model_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parts_of("policy=hub", "policy.path='~/model'")["policy"].path == str(tmp_path / "model")
+    assert parts_of("policy=hub", "policy.path=owner/model")["policy"].path == "owner/model"
+
+
 # What cannot run: command line -> words of the one message. All of it before any model is loaded.
 
 HERE_ARE = "known here: loss.clip_high, loss.clip_low, loss.mass, loss.search_order, loss.target_positive_ratio"
@@ -206,9 +227,18 @@ REFUSED = {
     "experiment=smoke": "unknown key 'experiment'; nearest: '+experiment=smoke'",
     "hydra.run.dri=x": "unknown key 'hydra.run.dri'",
     # files that are not there
-    "loss=gspo": "Could not find 'loss/gspo' Available options in 'loss': bapo clip_higher grpo",
+    "loss=no_such_loss": "Could not find 'loss/no_such_loss' Available options in 'loss': bapo clip_higher grpo",
     "+experiment=nope": "Could not find 'experiment/nope' Available options in 'experiment': fixed_bounds",
     "loss=null": "loss=null: a group cannot be null",
+    # what is no object, or no call of Hydra's own
+    "+callbacks.foo=3": "callbacks.foo is 3; it must be a section with a _target_, or null, which leaves it out",
+    "+callbacks.foo.samples=3": "callbacks.foo is {'samples': 3}; it must be a section with a _target_, or null",
+    "+logger.x=3": "logger.x is 3; it must be a section with a _target_, or null, which leaves it out",
+    "+loss._partial_=true": "loss._partial_ is True; of Hydra's own keys, only _target_ fit here",
+    "+rollout.sampling._partial_=true": "rollout.sampling._partial_ is True",
+    "+callbacks.evaluate._args_=[1]": "callbacks.evaluate._args_ is [1]",
+    "logger=wandb +logger.wandb._recursive_=false": "logger.wandb._recursive_ is False; of Hydra's own keys, only _partial_ "
+    "and _target_ fit here",
     # wrong types
     "loss.target_positive_ratio=forty": "loss.target_positive_ratio is 'forty'; it must be a number",
     """optimizer.lr="'1e-6'" """: "optimizer.lr is '1e-6'; it must be a number",
@@ -249,8 +279,15 @@ REFUSED = {
     "rollout.group_size=1": "rollout.group_size is 1; a group-relative advantage compares responses to one prompt: >= 2",
     "rollout.prompts_per_round=0": "rollout.prompts_per_round is 0; it must be >= 1",
     "rollout.sampling.temperature=0": "rollout.sampling.temperature is 0; training needs > 0",
+    "rollout.sampling.temperature=nan": "rollout.sampling.temperature is nan; it must be >= 0 and finite",
+    "rollout.sampling.temperature=inf": "rollout.sampling.temperature is inf; it must be >= 0 and finite",
+    "callbacks.evaluate.sampling.temperature=inf": "callbacks.evaluate.sampling.temperature is inf; it must be >= 0 and finite",
+    "rollout.sampling.top_p=nan": "rollout.sampling.top_p is nan; it must be in (0, 1]",
     "rollout.sampling.top_p=2": "rollout.sampling.top_p is 2; it must be in (0, 1]",
     "rollout.sampling.max_tokens=0": "rollout.sampling.max_tokens is 0; it must be >= 1",
+    "rollout.engine.device=cuda:99": "rollout.engine.device is 'cuda:99'; on this machine it must be one of auto, cpu",
+    "rollout.engine.device=meta": "rollout.engine.device is 'meta'; on this machine it must be one of auto, cpu",
+    "rollout.engine.device=cpuu": "rollout.engine.device is 'cpuu'; on this machine it must be one of auto, cpu",
     "schedule.epochs_per_round=0": "schedule.epochs_per_round is 0; it must be >= 1",
     "schedule.minibatches_per_epoch=7": "schedule.minibatches_per_epoch is 7, which does not divide the pool of "
     "rollout.prompts_per_round * rollout.group_size = 64 * 8 = 512 responses; 1, 2, 4, 8 would",
@@ -258,21 +295,30 @@ REFUSED = {
     "schedule.minibatches_per_epoch=1024": "schedule.minibatches_per_epoch is 1024, which does not divide",
     "optimizer.lr=0": "optimizer.lr is 0; it must be > 0",
     "optimizer.betas=[0.9,2]": "optimizer.betas is [0.9, 2]; it must be two numbers in [0, 1)",
+    "optimizer.betas=[nan,0.9]": "optimizer.betas is [nan, 0.9]; it must be two numbers in [0, 1)",
+    "optimizer.eps=inf": "optimizer.eps is inf; it must be > 0 and finite",
+    "optimizer.eps=nan": "optimizer.eps is nan; it must be > 0 and finite",
+    "optimizer.weight_decay=inf": "optimizer.weight_decay is inf; it must be >= 0 and finite",
+    "optimizer.weight_decay=nan": "optimizer.weight_decay is nan; it must be >= 0 and finite",
     "optimizer.max_grad_norm=0": "optimizer.max_grad_norm is 0; it must be > 0",
     "trainer.max_rounds=0": "trainer.max_rounds is 0; it must be >= 1",
     "trainer.micro_batch_tokens=0": "trainer.micro_batch_tokens is 0; it must be >= 1",
     "trainer.strategy=fsdp": "trainer.strategy is 'fsdp'; it must be one of auto, ddp",
-    "trainer.precision=16-mixed": "trainer.precision is '16-mixed'; it must be one of 32-true, bf16-mixed, bf16-true",
+    "trainer.precision=16-mixed": "trainer.precision is '16-mixed'; it must be one of 32-true, bf16-mixed",
+    "trainer.precision=bf16-true": "trainer.precision is 'bf16-true'; it must be one of 32-true, bf16-mixed (for weights in "
+    "bfloat16: policy.dtype=bfloat16)",
     "trainer.accelerator=tpu": "trainer.accelerator is 'tpu'; it must be one of auto, cpu, gpu",
     "trainer=gpu trainer.devices=999": "trainer.devices is 999 with trainer.accelerator gpu; this machine has",
     "policy.dtype=float17": "policy.dtype is 'float17'; it must be one of float32, bfloat16",
     "policy.warm_start=null": "policy.path is None and policy.warm_start is null; exactly one must be given",
     "policy.path=./nothing": "policy.path is './nothing' and policy.warm_start is given; exactly one must be given",
     "policy=hub policy.path=./nothing": "policy.path is './nothing'; there is no config.json in that folder",
+    """policy=hub "policy.path='~/nothing'" """: "policy.path is '~/nothing'; there is no config.json in that folder",
     "policy.warm_start.steps=0": "policy.warm_start.steps is 0; it must be an integer >= 1",
     "policy.warm_start.model.head_dim=3": "head_dim is 3; it must be even",
     "task.digits=0": "task.digits is 0; it must be in [2, 16]",
     "callbacks.evaluate.samples=4": "callbacks.evaluate.samples is 4 at temperature 0",
+    "callbacks.evaluate.max_prompts=0": "callbacks.evaluate.max_prompts is 0; it must be >= 1",
     "callbacks.evaluate.every_n_rounds=0": "callbacks.evaluate.every_n_rounds is 0; it must be >= 1",
 }
 

@@ -104,6 +104,22 @@ def test_two_ranks_make_the_update_of_one(model_folder, tmp_path):
         assert part["counts"]["gather"] == 2 * 3  # tally and tokens; then the metrics
 
 
+def test_every_job_of_a_sweep_starts_ranks_of_its_own(cache_dir, tmp_path):
+    command = [
+        sys.executable,
+        str(REPOSITORY / "train.py"),
+        "-m",
+        *SMALL,
+        f"policy.warm_start.cache_dir={cache_dir}",
+        "seed=0,1",
+    ]
+    sizes = ["trainer.devices=2", "trainer.strategy=ddp", "trainer.max_rounds=1", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    done = subprocess.run([*command, *sizes], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for job in "01":
+        assert len((tmp_path / "sweep" / job / "metrics.csv").read_text().splitlines()) == 6
+
+
 def test_a_run_of_two_processes_has_one_folder_and_the_curves_of_one_process(cache_dir, tmp_path):
     small = (*SMALL, f"policy.warm_start.cache_dir={cache_dir}")
     run_experiment(tmp_path / "one", *small)

@@ -7,6 +7,7 @@ from conftest import SMALL, ScriptedEngine, run_experiment
 from bapo.callbacks.evaluate import Evaluate
 from bapo.evaluation import evaluate
 from bapo.rollouts.hf import HFEngine
+from bapo.tasks.digit_ops import DigitOps
 from bapo.types import Prompt, SamplingParams
 
 
@@ -55,6 +56,17 @@ def test_several_greedy_samples_are_refused():
         Evaluate(SamplingParams(temperature=0.0, max_tokens=4), samples=4)
     with pytest.raises(ValueError, match=r"callbacks.evaluate.every_n_rounds is 0; it must be >= 1"):
         Evaluate(SamplingParams(max_tokens=4), every_n_rounds=0)
+
+
+def test_what_cannot_be_evaluated_is_refused_before_the_first_pool_is_drawn(cache_dir, tmp_path, monkeypatch):
+    small = (*SMALL, f"policy.warm_start.cache_dir={cache_dir}")
+    monkeypatch.setattr(HFEngine, "generate", lambda *_: pytest.fail("something was drawn"))
+    with pytest.raises(ValueError, match=r"callbacks.evaluate.sampling.max_tokens is 9999; it must be <= \d+: the model has"):
+        run_experiment(tmp_path / "long", *small, "callbacks.evaluate.sampling.max_tokens=9999")
+    plain = DigitOps.prompts
+    monkeypatch.setattr(DigitOps, "prompts", lambda self, split: () if split == "test" else plain(self, split))
+    with pytest.raises(ValueError, match=r"task DigitOps, split 'test': it has 0 prompts"):
+        run_experiment(tmp_path / "empty", *small)
 
 
 def test_evaluating_more_often_changes_nothing_that_is_trained(cache_dir, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bapo.policy.causal_lm import CausalLMPolicy
-from bapo.rollouts.hf import HFEngine, SeededSampler
+from bapo.rollouts.hf import HFEngine, HFRollouts, SeededSampler
 from bapo.rollouts.pool import collate
 from bapo.types import Request, SamplingParams
 
@@ -133,8 +133,30 @@ def test_a_prompt_too_long_for_the_model_is_refused_with_the_numbers(engine):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", -1), ("max_tokens", 0), ("top_p", 0), ("top_p", 1.5), ("top_k", -1)]
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("max_tokens", 0),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+    ],
 )
 def test_sampling_out_of_bounds_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value}"):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("found", [None, "cuda", "mps"])
+def test_the_device_must_be_there(monkeypatch, found):
+    accelerator = found and torch.device(found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    here = ["auto", "cpu"] + ([found, f"{found}:0", f"{found}:1"] if found else [])
+    for device in here:
+        assert HFRollouts(device=device).device == device
+    for device in {"cuda", "cuda:0", "cuda:2", "mps", "xpu", "meta", "gpu", ""} - set(here):
+        with pytest.raises(ValueError, match=f"device is '{device}'; on this machine it must be one of {', '.join(here)}$"):
+            HFRollouts(device=device)

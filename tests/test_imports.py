@@ -33,9 +33,10 @@ ROWS: dict[str, set[str]] = {
     "config_check": CORE,
     "loggers": CORE | {"run_folder"},
     "analysis": CORE | {"run_folder"},
-    "callbacks": CORE | {"evaluation"},
+    "callbacks": CORE | {"evaluation", "run_folder"},
 }
 ROWS["options"] = CORE
+ROWS["process"] = {"run_folder"}
 ROWS["cli"] = {"run_folder", "config_check"}
 ROWS["run"] = set(ROWS) - {"cli"}
 

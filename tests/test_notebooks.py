@@ -18,7 +18,6 @@ def code_of(notebook: Path) -> list[str]:
 def test_notebook_runs(notebook, cache_dir, tmp_path, monkeypatch, capsys):
     run_experiment(tmp_path, *SMALL, f"policy.warm_start.cache_dir={cache_dir}", "trainer.max_rounds=1")
     monkeypatch.setenv("RUN_DIR", str(tmp_path))
-    monkeypatch.setenv("MODEL_DIR", str(next((cache_dir / "warm_start").glob("[0-9a-f]*"))))
     matplotlib.use("Agg")
     capsys.readouterr()
     names: dict = {}

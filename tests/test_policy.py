@@ -1,11 +1,14 @@
 """Scoring: which logits belong to which token, masks, precision, memory. FAULTS 12-16, 23, 56."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from conftest import random_batch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from bapo.ops.logprobs import token_logprobs
 from bapo.ops.microbatch import cut_by_tokens
@@ -197,10 +200,34 @@ def test_weights_handed_out_rebuild_the_model(tied):
     torch.testing.assert_close(model(ids).logits, fresh(ids).logits, atol=1e-5, rtol=0)
 
 
-def test_a_folder_with_code_of_its_own_does_not_run_it(tmp_path, model_folder):
-    import json
-    import shutil
+@pytest.mark.parametrize(
+    ("name", "left", "load"),
+    [
+        ("model.safetensors", 0.5, load_model),
+        ("model.safetensors", None, load_model),
+        ("config.json", 0.5, load_model),
+        ("tokenizer.json", 0.5, load_tokenizer),
+        ("tokenizer.json", None, load_tokenizer),
+        ("tokenizer_config.json", 0.5, load_tokenizer),
+        ("tokenizer*.json", None, load_tokenizer),
+    ],
+)
+def test_a_broken_folder_is_named(tmp_path, model_folder, name, left, load):
+    """left: share of the file's bytes that is left, None for no file."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    for path in folder.glob(name):
+        content = path.read_bytes()
+        path.unlink()
+        if left is not None:
+            path.write_bytes(content[: int(left * len(content))])
+    with pytest.raises(
+        ValueError, match=r"policy.path is '.*model'; (no (model|tokenizer) could be loaded|its tokenizer has no)"
+    ):
+        load(folder)
 
+
+def test_a_folder_with_code_of_its_own_does_not_run_it(tmp_path, model_folder):
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
     sentinel = tmp_path / "sentinel"
@@ -211,6 +238,17 @@ def test_a_folder_with_code_of_its_own_does_not_run_it(tmp_path, model_folder):
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_model(folder)
     assert not sentinel.exists()
+
+
+def test_a_model_that_caps_its_logits_is_refused(tmp_path):
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=15, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, final_logit_softcapping=0.5, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its logits are not its output embeddings alone"):
+        load_model(tmp_path)
 
 
 def test_a_tokenizer_without_pad_pads_with_its_end(tmp_path, tokenizer):

@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from conftest import REPOSITORY, SMALL, run_experiment
 
 from bapo.module import BapoModule
 from bapo.rollouts.hf import HFEngine
-from bapo.run_folder import newest_checkpoint
+from bapo.run_folder import newest_checkpoint, resume_command
+from bapo.warm_start import WarmStart
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +53,11 @@ def signal_after(monkeypatch):
     """Sends this process a signal while update number `update` is being logged."""
     plain = BapoModule.log_row
 
-    def arrange(update: int, number: int = signal.SIGTERM) -> None:
+    def arrange(update: int) -> None:
         def log_row(self, row):
             plain(self, row)
             if self.global_step == update and "policy/loss" in row:
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), signal.SIGTERM)
 
         monkeypatch.setattr(BapoModule, "log_row", log_row)
 
@@ -86,6 +88,26 @@ def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(
     run_experiment(tmp_path, f"resume={tmp_path}")
     assert_same_run(tmp_path, uninterrupted)
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize("stops", [(4, 8), (4, 6, 8), (2, 4), (3, 4, 5), (8, 12)], ids=str)
+def test_stopped_and_resumed_again_and_again_equals_uninterrupted(uninterrupted, small, tmp_path, signal_after, stops):
+    command = small
+    for update in stops:
+        signal_after(update)
+        with pytest.raises(SystemExit):
+            run_experiment(tmp_path, *command)
+        command = (f"resume={tmp_path}",)
+    signal_after(-1)
+    run_experiment(tmp_path, *command)
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_run_made_longer_twice_equals_one_that_was_long_from_the_start(uninterrupted, small, tmp_path):
+    run_experiment(tmp_path, *small, "trainer.max_rounds=1")
+    for rounds in (2, 3):
+        run_experiment(tmp_path, f"resume={tmp_path}", f"trainer.max_rounds={rounds}")
+    assert_same_run(tmp_path, uninterrupted)
 
 
 def test_a_resumed_run_draws_no_round_twice(uninterrupted, small, tmp_path, signal_after, monkeypatch):
@@ -139,13 +161,109 @@ def test_a_resumed_run_keeps_its_own_config(uninterrupted):
 
 
 def test_a_folder_in_use_or_with_a_run_in_it_is_refused(uninterrupted, small, tmp_path):
-    with pytest.raises(ValueError, match="holds a run already; to go on with it: resume="):
+    with pytest.raises(ValueError, match=r"holds a run already; to go on with it: python train.py resume="):
         run_experiment(uninterrupted, *small)
     with (uninterrupted / "commands.log").open() as other_process:
         fcntl.flock(other_process, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="is in use: a run is going on in it"):
             run_experiment(uninterrupted, f"resume={uninterrupted}")
     assert json.loads((uninterrupted / "status.json").read_text())["status"] == "finished"
+
+
+def test_an_unreadable_checkpoint_is_passed_over(uninterrupted, small, tmp_path, caplog):
+    run_experiment(tmp_path, *small, "trainer.max_rounds=2")
+    whole = newest_checkpoint(tmp_path)
+    torn = whole.with_name("update=000009.ckpt")
+    torn.write_bytes(whole.read_bytes()[:-500])
+    whole.with_name("update=000010.ckpt").touch()
+    assert newest_checkpoint(tmp_path) == whole
+    assert "update=000009.ckpt cannot be read and is passed over" in caplog.text
+    run_experiment(tmp_path, f"resume={tmp_path}", "trainer.max_rounds=3")
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(small, tmp_path, monkeypatch):
+    run_experiment(tmp_path, *small, "trainer.max_rounds=1")
+    before = newest_checkpoint(tmp_path)
+
+    def full(checkpoint, file):
+        file.write(b"half a file")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("bapo.callbacks.checkpoint.torch.save", full)
+    with pytest.raises(OSError, match="No space left"):
+        run_experiment(tmp_path, f"resume={tmp_path}", "trainer.max_rounds=2")
+    assert newest_checkpoint(tmp_path) == before
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("every", [5, 1000])
+def test_the_end_of_a_run_is_always_saved(small, tmp_path, every):
+    run_experiment(tmp_path, *small, "trainer.max_rounds=1", f"callbacks.checkpoint.every_n_updates={every}")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update=000004.ckpt"]
+
+
+def test_a_longer_run_that_is_stopped_goes_on_to_its_new_length(uninterrupted, small, tmp_path, signal_after):
+    run_experiment(tmp_path, *small, "trainer.max_rounds=1")
+    signal_after(6)
+    with pytest.raises(SystemExit):
+        run_experiment(tmp_path, f"resume={tmp_path}", "trainer.max_rounds=3")
+    signal_after(-1)
+    run_experiment(tmp_path, f"resume={tmp_path}")
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_run_cannot_end_before_it_goes_on(uninterrupted):
+    with pytest.raises(ValueError, match=r"trainer.max_rounds is 2; this run is in round 3: it must be >= 3"):
+        run_experiment(uninterrupted, f"resume={uninterrupted}", "trainer.max_rounds=2")
+    assert json.loads((uninterrupted / "status.json").read_text())["status"] == "finished"
+
+
+def test_a_damaged_round_is_drawn_again_only_if_nothing_was_trained_on_it(uninterrupted, small, tmp_path, caplog):
+    run_experiment(tmp_path, *small, "trainer.max_rounds=1")
+    ahead = tmp_path / "rounds" / "round_00001.json"
+    ahead.write_text('{"round": 1, "rows')  # as a kill in the middle of a refill might leave it
+    run_experiment(tmp_path, f"resume={tmp_path}", "trainer.max_rounds=2")
+    assert "round_00001.json is damaged" in caplog.text
+    tensors = tmp_path / "rounds" / "round_00001.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"round_00001.safetensors is damaged"):
+        run_experiment(tmp_path, f"resume={tmp_path}", "trainer.max_rounds=3")
+
+
+def test_lost_rows_of_the_metrics_are_said(small, tmp_path, caplog):
+    run_experiment(tmp_path, *small, "trainer.max_rounds=1")
+    path = tmp_path / "metrics.csv"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    run_experiment(tmp_path, f"resume={tmp_path}", "trainer.max_rounds=2")
+    assert "metrics.csv lacks the rows from step 2 to the checkpoint's, 4" in caplog.text
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"metrics.csv is damaged"):
+        run_experiment(tmp_path, f"resume={tmp_path}", "trainer.max_rounds=3")
+
+
+def test_a_run_is_found_from_another_directory_and_under_any_name(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "lr=3, (a b)"
+    run_experiment(folder, *SMALL, "policy.warm_start.cache_dir=cache", "trainer.max_rounds=1")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    command = shlex.split(resume_command(folder))
+    assert command[:2] == ["python", "train.py"]
+    run_experiment(folder, command[2], "trainer.max_rounds=2")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_resume_goes_on_in_its_own_folder_only(uninterrupted, tmp_path):
+    with pytest.raises(ValueError, match=r"neither -m nor hydra.run.dir goes with it"):
+        run_experiment(tmp_path, f"resume={uninterrupted}")
+
+
+def test_a_damaged_config_is_said(small, tmp_path):
+    run_experiment(tmp_path, *small, "trainer.max_rounds=1")
+    (tmp_path / "config.yaml").write_text("trainer: [\n")
+    with pytest.raises(ValueError, match=r"config.yaml is damaged"):
+        run_experiment(tmp_path, f"resume={tmp_path}")
 
 
 def test_a_missing_round_is_said_before_anything_is_trained(small, tmp_path):
@@ -187,6 +305,32 @@ def test_the_checkpoint_holds_tensors_and_plain_values_only(uninterrupted):
             assert value is None or isinstance(value, (torch.Tensor, str, int, float, bool)), type(value)
 
     walk(checkpoint)
+
+
+@pytest.mark.parametrize("where", ["WarmStart.__call__", "HFEngine.generate"])
+def test_a_signal_before_the_first_update_ends_the_run_with_a_status(small, tmp_path, monkeypatch, where):
+    owner = {"WarmStart": WarmStart, "HFEngine": HFEngine}[where.split(".")[0]]
+
+    def kill(self, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr(owner, where.split(".")[1], kill)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        run_experiment(tmp_path, *small)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_behaviour_is_scored_at_the_precision_of_training(small, tmp_path):
+    run_experiment(tmp_path, *small, "trainer.precision=bf16-mixed", "trainer.max_rounds=1")
+    with (tmp_path / "metrics.csv").open() as file:
+        first = list(csv.DictReader(file))[1]
+    assert float(first["policy/ratio_max"]) == pytest.approx(1.0, abs=1e-6)
+    assert float(first["policy/approx_kl"]) == pytest.approx(0.0, abs=1e-9)
+    assert float(first["mismatch/logp_abs_diff_max"]) > 1e-3  # the engine works in float32, and that is said
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_text_is_never_encoded_again(tokenizer):
 
     class OnlyPrompts:
         eos_token_id, pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-        decode = tokenizer.decode
+        decode, name_or_path = tokenizer.decode, tokenizer.name_or_path
 
         def __call__(self, text, **kwargs):
             assert text.startswith("a"), "something other than a prompt is tokenised"
@@ -132,6 +132,40 @@ def test_a_lost_response_is_an_error_not_a_smaller_group(tokenizer):
     engine = ScriptedEngine(right_if(lambda r: True, tokenizer), order=lambda r: r[:-1])
     with pytest.raises(RuntimeError, match="15 of 16"):
         collect(engine, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "task Fixed, split 'train': it has 0 prompts"),
+        ([Prompt("twin", "a1=", "1"), Prompt("twin", "a2=", "2")], "split 'train': 2 prompts have the uid 'twin'"),
+        ([Prompt("p", "a1=", "1"), Prompt("mute", "", "")], "prompt 'mute' has the text ''; it must hold at least one token"),
+        ([Prompt("long", "a12345=", "1")], "rollout.sampling.max_tokens is 4; it must be <= 3: the model has 10 positions, and "
+                                           r"the longest prompt takes 7 \(task Fixed, split 'train'\)"),
+    ],
+)  # fmt: skip
+def test_prompts_that_cannot_be_drawn_from_are_refused_before_any_request(tokenizer, rows, message):
+    class Fixed(Echo):
+        def prompts(self, split):
+            return rows
+
+    engine = ScriptedEngine(right_if(lambda r: True, tokenizer))
+    engine.max_positions = 10
+    collector(engine, tokenizer, task=Echo(10, text=lambda i: f"a1234{i % 10}"))  # 6 + 4 tokens just fit
+    with pytest.raises(ValueError, match=message):
+        collector(engine, tokenizer, task=Fixed())
+    assert engine.calls == 0
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "1"])
+def test_a_reward_that_is_no_finite_number_is_named(tokenizer, reward):
+    class Odd(Echo):
+        def verify(self, prompt, response):
+            return reward if prompt.uid == "echo/7" else 1
+
+    engine = ScriptedEngine(right_if(lambda r: True, tokenizer))
+    with pytest.raises(ValueError, match=rf"reward for prompt 'echo/7' is {reward!r}; it must be a finite number"):
+        collect(engine, tokenizer, task=Odd(), prompts_per_round=10)
 
 
 def test_seeds_are_distinct_and_repeat_with_the_run(tokenizer):

@@ -221,7 +221,7 @@ def test_silent_and_leaves_the_surroundings_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]  # no lightning_logs, no checkpoints
 
 
-@pytest.mark.parametrize("damage", ["no mark", "missing file", "half a file", "garbled mark", "empty mark"])
+@pytest.mark.parametrize("damage", ["no mark", "missing file", "half a file", "garbled mark", "empty mark", "a file", "a link"])
 def test_a_broken_entry_is_built_again(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tiny(tmp_path)(Echo())
     weights = (folder / "model.safetensors").read_bytes()
@@ -237,9 +237,22 @@ def test_a_broken_entry_is_built_again(damage: str, tmp_path: Path, caplog: pyte
             mark.write_text(mark.read_text()[:20])
         case "empty mark":
             mark.write_text('{"files": {}}')
+        case "a file":
+            shutil.rmtree(folder)
+            folder.write_text("")
+            (folder.parent / f".{folder.name}.building").write_text("")
+        case "a link":
+            shutil.rmtree(folder)
+            (tmp_path / "elsewhere").mkdir()
+            (tmp_path / "elsewhere" / "kept").touch()
+            folder.symlink_to(tmp_path / "elsewhere")
+            (folder.parent / f".{folder.name}.building").symlink_to(tmp_path / "nowhere")
     caplog.clear()
     assert tiny(tmp_path)(Echo()) == folder
     assert "is broken or was interrupted; building it again" in caplog.text
+    assert folder.is_dir()
+    assert not folder.is_symlink()
+    assert damage != "a link" or (tmp_path / "elsewhere" / "kept").exists()
     assert (folder / "model.safetensors").read_bytes() == weights
     assert AutoTokenizer.from_pretrained(folder)("ab")["input_ids"] == [2, 3]
 

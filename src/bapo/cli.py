@@ -27,6 +27,8 @@ def cli(main: Callable[[], Any]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them
     overrides = sys.argv[1:]
     try:
+        if any(redact(override) != override for override in overrides):
+            raise ValueError("the command line holds a secret; name its environment variable instead: KEY='${oc.env:NAME}'")
         config_check.check_hydra_keys(overrides)
         main()
     except (ValueError, HydraException, OmegaConfBaseException) as error:

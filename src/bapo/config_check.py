@@ -41,10 +41,22 @@ def check_keys_and_types(config: Mapping[str, Any]) -> None:
     for group in sorted(config.keys() & TOP_LEVEL - plain.keys() - COLLECTIONS):
         if not isinstance(config[group], Mapping) or "_target_" not in config[group]:
             errors.append(f"{group} is {config[group]!r}; it must be {_say(Callable)}")
+    for group in sorted(COLLECTIONS & config.keys()):
+        errors += _check_collection(group, config[group])
     for path, node in _targets(config, ""):
         errors += _check_call(path, node, config)
     if errors:
         raise ValueError("\n".join(errors))
+
+
+def _check_collection(group: str, entries: Any) -> list[str]:
+    if not isinstance(entries, Mapping):
+        return [f"{group} is {entries!r}; it must be a section"]
+    return [
+        f"{group}.{name} is {entry!r}; it must be {_say(Callable)}, or null, which leaves it out"
+        for name, entry in entries.items()
+        if entry is not None and (not isinstance(entry, Mapping) or "_target_" not in entry)
+    ]
 
 
 def _targets(node: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -66,11 +78,14 @@ def _check_call(path: str, node: Mapping[str, Any], config: Mapping[str, Any]) -
     known = {n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hints = _hints(target)
+    # What is called later may be partial; the rest of Hydra's keys would change how the whole config is built.
+    usable = {"_target_", "_partial_"} if path.startswith("logger.") else {"_target_"}
     errors = []
     for key, value in node.items():
         if key in HYDRA_KEYS:
-            continue
-        if key not in known and not open_ended:
+            if key not in usable:
+                errors.append(f"{path}.{key} is {value!r}; of Hydra's own keys, only {' and '.join(sorted(usable))} fit here")
+        elif key not in known and not open_ended:
             errors.append(_unknown(f"{path}.{key}", {f"{path}.{k}" for k in known}, all_keys(config)))
         elif key in hints and not fits(value, hints[key]):
             errors.append(f"{path}.{key} is {value!r}; it must be {_say(hints[key])}")

@@ -5,6 +5,7 @@ Every logger receives the same rows by `log_metrics(row, step)`: step = complete
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from bapo.metrics import METRICS, WALL_CLOCK_PREFIXES, lookup
 from bapo.run_folder import is_main_process, redact
+
+log = logging.getLogger(__name__)
 
 STEP = "trainer/global_step"
 
@@ -43,13 +46,18 @@ class _Table:
         if keep_to is None:
             raise ValueError(f"{path} exists; it is not overwritten: choose a new run folder, or resume this one")
         # Whole rows only: a kill inside a write leaves a row without its line feed, or a remainder with cells missing.
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+        try:
+            lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
         if lines:
             self.columns = lines[0].rstrip("\n").split(",")
         whole = (line for line in lines[1:] if line.count(",") == len(self.columns) - 1)
         rows = [line for line in whole if int(line.split(",", 1)[0]) <= keep_to]
         if rows:
             self.last = dict(zip(self.columns, rows[-1].rstrip("\n").split(","), strict=True))
+        if keep_to and (self.step or 0) < keep_to:
+            log.warning("%s lacks the rows from step %d to the checkpoint's, %d", path, (self.step or 0) + 1, keep_to)
         self._replace([*lines[:1], *rows])
 
     @property

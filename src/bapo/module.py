@@ -65,13 +65,16 @@ class BapoModule(L.LightningModule):
         return self.policy.named_weights()
 
     def score(self, batch: Batch) -> Scores:
-        return self.policy.score(batch, self.token_budget)
+        # As in training_step: under mixed precision the same weights give other numbers outside autocast.
+        with self.trainer.precision_plugin.forward_context():
+            return self.policy.score(batch, self.token_budget)
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         (reference,) = self._reference
         if reference is None:
             return torch.zeros_like(batch.behaviour_logprobs)
-        return reference.to(self.device).score(batch, self.token_budget).logprobs
+        with self.trainer.precision_plugin.forward_context():
+            return reference.to(self.device).score(batch, self.token_budget).logprobs
 
     def version(self) -> int:
         return self.global_step
@@ -238,6 +241,12 @@ class BapoModule(L.LightningModule):
         checkpoint["bapo"] = {"skipped_updates": self.skipped_updates, "skips_in_a_row": self.skips_in_a_row}
         if hasattr(self.loss, "state_dict"):  # a loss that learns from update to update
             checkpoint["bapo"]["loss"] = self.loss.state_dict()
+        # A fit resumed at the end of an epoch counts one epoch less as begun than one that never stopped (Lightning 2.6.6), and
+        # its own checkpoints would start an epoch again that is over. Both are written as if they had never stopped.
+        progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+        begun, done = self.current_epoch + 1, self.current_epoch
+        for counts in (progress["total"], progress["current"]):
+            counts |= {"ready": begun, "started": begun, "processed": done, "completed": done}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.skipped_updates = checkpoint["bapo"]["skipped_updates"]

@@ -31,8 +31,8 @@ class Optimizer:
         for name, ok, bound in (
             ("lr", 0 < self.lr < math.inf, "> 0 and finite"),
             ("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two numbers in [0, 1)"),
-            ("eps", self.eps > 0, "> 0"),
-            ("weight_decay", self.weight_decay >= 0, ">= 0"),
+            ("eps", 0 < self.eps < math.inf, "> 0 and finite"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, ">= 0 and finite"),
             ("warmup_updates", self.warmup_updates >= 0, ">= 0"),
             ("decay", self.decay in ("none", "linear", "cosine"), "none, linear or cosine"),
             ("max_grad_norm", self.max_grad_norm > 0, "> 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from bapo.policy.causal_lm import DTYPES
 class PolicyOptions:
     """A model folder or hub id (`path`, with `revision`), or a small model made here by `warm_start`(task): exactly one.
 
-    `chunk_tokens`: tokens whose logits exist at a time.
+    A `~` in front of `path` is expanded. `chunk_tokens`: tokens whose logits exist at a time.
     """
 
     path: str | None = None
@@ -32,9 +33,13 @@ class PolicyOptions:
             raise ValueError(f"policy.dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.chunk_tokens < 1:
             raise ValueError(f"policy.chunk_tokens is {self.chunk_tokens}; it must be >= 1")
-        local = self.path is not None and (self.path.startswith((".", "/", "~")) or Path(self.path).exists())
-        if local and not (Path(str(self.path)).expanduser() / "config.json").is_file():
+        if self.path is None:
+            return
+        local = self.path.startswith((".", "/", "~")) or Path(self.path).exists()
+        path = os.path.expanduser(self.path)
+        if local and not (Path(path) / "config.json").is_file():
             raise ValueError(f"policy.path is {self.path!r}; there is no config.json in that folder")
+        object.__setattr__(self, "path", path)
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,13 @@ class TrainerOptions:
         for name in ("max_rounds", "devices", "num_nodes", "micro_batch_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name} is {getattr(self, name)}; it must be >= 1")
-        # Sharded strategies need their own gradient norm and weight export; fp16 needs a gradient scaler.
+        # Sharded strategies need their own gradient norm and weight export; fp16 needs a gradient scaler; bf16-true would have
+        # Lightning rewrite the batches, which are frozen.
         for name, choices in (
             ("accelerator", ("auto", "cpu", "gpu")),
             ("strategy", ("auto", "ddp", "ddp_find_unused_parameters_false")),
-            ("precision", ("32-true", "bf16-mixed", "bf16-true")),
+            ("precision", ("32-true", "bf16-mixed")),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"trainer.{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
+                hint = " (for weights in bfloat16: policy.dtype=bfloat16)" if name == "precision" else ""
+                raise ValueError(f"trainer.{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}{hint}")

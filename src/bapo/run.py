@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
-import sys
+import signal
 import time
 import traceback
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-import transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
@@ -26,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from bapo import config_check
 from bapo.analysis.report import write_report
+from bapo.callbacks.checkpoint import AtomicCheckpoints
 from bapo.callbacks.progress import ProgressDisplay
 from bapo.callbacks.stop import StopOnSignal
 from bapo.data.datamodule import RolloutDataModule
@@ -33,6 +33,7 @@ from bapo.loggers import CsvLogger, finish
 from bapo.module import BapoModule
 from bapo.options import PolicyOptions, TrainerOptions
 from bapo.policy.causal_lm import DTYPES, CausalLMPolicy, load_model, load_tokenizer
+from bapo.process import exit_on_sigterm, hush, known_to_children
 from bapo.rollouts.collector import Collector
 from bapo.run_folder import (
     CHILD_RUN_DIR,
@@ -42,6 +43,7 @@ from bapo.run_folder import (
     open_run_folder,
     plain_config,
     redact,
+    resume_command,
     write_status,
 )
 
@@ -55,11 +57,13 @@ def run(cfg: DictConfig) -> dict[str, float]:
 
     Raises ValueError for a config that cannot run, before a model is loaded. However it ends, status.json says so.
     """
-    _hush()
+    hush()
     hydra = HydraConfig.get()
     folder = Path(os.environ.get(CHILD_RUN_DIR) or hydra.runtime.output_dir).absolute()
     resume = cfg.resume is not None
     if resume:
+        if hydra.mode == RunMode.MULTIRUN or Path(cfg.resume).absolute() != folder:
+            raise ValueError(f"resume is {cfg.resume!r}; it goes on in that folder: neither -m nor hydra.run.dir goes with it")
         cfg = _saved_config(folder, list(hydra.overrides.task))
     try:
         parts = build_parts(cfg)
@@ -70,24 +74,36 @@ def run(cfg: DictConfig) -> dict[str, float]:
         elif not resume:
             discard_unused(folder)
         raise
+    _absolute_paths(cfg)
     with open_run_folder(folder, cfg, resume):
         return _run_in(folder, parts, plain_config(cfg), resume)
 
 
 def _run_in(folder: Path, parts: Mapping[str, Any], config: dict[str, Any], resume: bool) -> dict[str, float]:
+    checkpoint = newest_checkpoint(folder) if resume else None
+    if checkpoint is not None:
+        _check_rounds(parts, checkpoint)
     write_status(folder, "running", pid=os.getpid())
     start = time.time()
     try:
-        metrics, stopped_by = _fit(parts, config, folder, resume)
+        with exit_on_sigterm():
+            metrics, stopped_by = _fit(parts, config, folder, checkpoint, resume)
     except BaseException as error:
         # Lightning turns a second Ctrl-C into SystemExit.
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         if not interrupted:
             log.error("%s", redact(traceback.format_exc()))
-        status = "interrupted" if interrupted else "failed"
-        write_status(folder, status, error=redact(repr(error)), seconds=round(time.time() - start, 1))
-        log.info("to go on from the last checkpoint: python train.py resume=%s", folder)
-        if interrupted:
+        with suppress(OSError):  # a full disk must not hide what went wrong first
+            status = "interrupted" if interrupted else "failed"
+            write_status(folder, status, error=redact(repr(error)), seconds=round(time.time() - start, 1))
+        if is_main_process():
+            again = (
+                "to go on from the last checkpoint"
+                if newest_checkpoint(folder)
+                else "there is no checkpoint yet; to begin again"
+            )
+            log.info("%s: %s", again, resume_command(folder))
+        if interrupted and error.args != (128 + signal.SIGTERM,):
             raise KeyboardInterrupt from error
         raise
     step = int(metrics["trainer/global_step"])
@@ -96,38 +112,43 @@ def _run_in(folder: Path, parts: Mapping[str, Any], config: dict[str, Any], resu
     if step and is_main_process():
         log.info("report: %s", write_report(folder))
     if stopped_by:
-        log.info("stopped after %d updates; to go on: python train.py resume=%s", step, folder)
+        if is_main_process():
+            log.info("stopped after %d updates; to go on: %s", step, resume_command(folder))
         raise SystemExit(128 + stopped_by)
     return metrics
 
 
-def _hush() -> None:
-    """Keeps off the screen what libraries say of things that are meant here."""
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    # Asked on every save whether the file should hold weights alone; it should not.
-    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.WARNING)
-    for message in (
-        ".*module.*in eval mode at the start of training",  # dropout is off for good, so the mode says nothing
-        "Using ModelCheckpoint with manual optimization",  # the state after an update is the state wanted
-        ".*sync_dist=True.*",  # every rank logs the same numbers, reduced already
-        ".*LeafSpec.*is deprecated",
-        ".*does not have many workers",  # mini-batches are in memory
-        ".*Checkpoint directory .* exists and is not empty",  # as it must be for a resumed run
-    ):
-        warnings.filterwarnings("ignore", message=message)
+def _check_rounds(parts: Mapping[str, Any], checkpoint: Path) -> None:
+    """A run cannot end before the point from which it goes on: ValueError."""
+    epochs = int(torch.load(checkpoint, weights_only=True, mmap=True)["epoch"]) + 1
+    least = math.ceil(epochs / parts["schedule"].epochs_per_round)
+    if parts["trainer"].max_rounds < least:
+        raise ValueError(
+            f"trainer.max_rounds is {parts['trainer'].max_rounds}; this run is in round {least}: it must be >= {least}"
+        )
+
+
+def _absolute_paths(cfg: DictConfig) -> None:
+    """A run that is resumed from another directory must find the same model."""
+    if cfg.policy.path is not None and Path(cfg.policy.path).expanduser().exists():
+        cfg.policy.path = str(Path(cfg.policy.path).expanduser().absolute())
+    if cfg.policy.warm_start is not None and cfg.policy.warm_start.get("cache_dir"):
+        cfg.policy.warm_start.cache_dir = str(Path(cfg.policy.warm_start.cache_dir).absolute())
 
 
 def _saved_config(folder: Path, overrides: list[str]) -> DictConfig:
     """The config a run was started with; of a command line that resumes it, only `RESUME_MAY_CHANGE` counts."""
-    cfg = OmegaConf.load(folder / "config.yaml")
-    assert isinstance(cfg, DictConfig)
+    try:
+        cfg = OmegaConf.load(folder / "config.yaml")
+    except Exception as error:
+        raise ValueError(f"{folder / 'config.yaml'} is damaged: {error}") from error
+    if not isinstance(cfg, DictConfig) or "trainer" not in cfg:
+        raise ValueError(f"{folder / 'config.yaml'} is damaged: it is not the config of a run")
     changes = [o for o in overrides if not o.startswith("resume=")]
     if refused := [o for o in changes if not o.startswith(RESUME_MAY_CHANGE)]:
         allowed = ", ".join(name.rstrip("=") for name in RESUME_MAY_CHANGE)
         raise ValueError(f"resume continues the run's own config: {' '.join(refused)} cannot be changed (allowed: {allowed})")
     cfg.merge_with_dotlist(changes)
-    cfg.resume = str(folder)
     return cfg
 
 
@@ -149,18 +170,19 @@ def build_parts(cfg: DictConfig) -> dict[str, Any]:
     return parts
 
 
-def _fit(parts: Mapping[str, Any], config: dict[str, Any], folder: Path, resume: bool) -> tuple[dict[str, float], int | None]:
+def _fit(
+    parts: Mapping[str, Any], config: dict[str, Any], folder: Path, checkpoint: Path | None, resume: bool
+) -> tuple[dict[str, float], int | None]:
     """Trains; returns the last value of every metric and the signal that stopped it, if one did.
 
-    parts: the objects of the config; config: its plain values, for the loggers.
+    parts: the objects of the config; config: its plain values, for the loggers; checkpoint: where a resumed run goes on.
     """
     if parts["threads"]:
         torch.set_num_threads(parts["threads"])
     L.seed_everything(parts["seed"], verbose=False)
-    checkpoint = newest_checkpoint(folder) if resume else None
     if resume and checkpoint is None:
         log.warning("%s holds no checkpoint: the run begins again, with its rounds kept", folder)
-    stop = StopOnSignal(folder / "checkpoints")
+    stop = StopOnSignal()
     with ExitStack() as at_the_end:
         module, data = _build_training(parts, folder)
         at_the_end.callback(data.collector.engine.close)
@@ -169,11 +191,11 @@ def _fit(parts: Mapping[str, Any], config: dict[str, Any], folder: Path, resume:
         at_the_end.callback(lambda: finish(loggers, exit_code[0]))
         resume_step = _updates_of(checkpoint) if resume else None
         loggers.append(CsvLogger(folder, resume_step))
-        for make in (parts["logger"] or {}).values():
+        for make in filter(None, (parts["logger"] or {}).values()):
             loggers.append(make(save_dir=folder, resume_step=resume_step))
             loggers[-1].log_hyperparams(config)
         trainer = _build_trainer(parts, folder, loggers, stop, data)
-        at_the_end.enter_context(_known_to_children(folder))
+        at_the_end.enter_context(known_to_children(folder))
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         exit_code[0] = 128 + stop.received if stop.received else 0
     return module.latest | {"trainer/global_step": trainer.global_step}, stop.received
@@ -195,6 +217,7 @@ def _build_trainer(
         precision=options.precision,  # type: ignore[arg-type]
         logger=loggers,
         callbacks=[*chosen, stop],
+        plugins=[AtomicCheckpoints()],
         reload_dataloaders_every_n_epochs=1,  # the data module decides what an epoch trains on, so it is always asked
         use_distributed_sampler=False,  # it deals rows to ranks itself
         enable_progress_bar=False,
@@ -203,20 +226,6 @@ def _build_trainer(
         log_every_n_steps=1,
         default_root_dir=folder,
     )
-
-
-@contextmanager
-def _known_to_children(folder: Path) -> Iterator[None]:
-    """Lightning starts further ranks by this process's command line: they must find this folder, and run this job alone."""
-    hydra, argv = HydraConfig.get(), sys.argv
-    os.environ[CHILD_RUN_DIR] = str(folder)
-    if hydra.mode == RunMode.MULTIRUN:
-        sys.argv = [argv[0], *hydra.overrides.task]
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        os.environ.pop(CHILD_RUN_DIR, None)
 
 
 def _build_training(parts: Mapping[str, Any], folder: Path) -> tuple[BapoModule, RolloutDataModule]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import re
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,8 +20,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
+
+log = logging.getLogger(__name__)
 
 PACKAGES = ("bapo", "torch", "lightning", "transformers", "peft", "hydra-core", "omegaconf", "safetensors", "wandb")
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
@@ -96,8 +101,8 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 def open_run_folder(folder: Path, cfg: DictConfig, resume: bool) -> Iterator[None]:
     """Makes the folder, writes config.yaml and provenance.json, and keeps other processes out of it while open.
 
-    A resumed run adds a line to commands.log only. Rank 0 alone writes. Raises ValueError for a folder that cannot be written,
-    that another process is running in, or, unless resumed, that holds a run already.
+    A resumed run adds a line to commands.log, and its config.yaml tells what has been changed. Rank 0 alone writes. Raises
+    ValueError for a folder that cannot be written, that another process is running in, or, unless resumed, that holds a run.
     """
     if not is_main_process():
         yield
@@ -113,10 +118,10 @@ def open_run_folder(folder: Path, cfg: DictConfig, resume: bool) -> Iterator[Non
         except OSError as error:
             raise ValueError(f"run folder {str(folder)!r} is in use: a run is going on in it") from error
         if not resume and (folder / "config.yaml").exists():
-            raise ValueError(f"run folder {str(folder)!r} holds a run already; to go on with it: resume={folder}")
+            raise ValueError(f"run folder {str(folder)!r} holds a run already; to go on with it: {resume_command(folder)}")
         print(datetime.now().isoformat(timespec="seconds"), redact(" ".join(sys.argv)), file=commands, flush=True)
+        _replace(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
         if not resume:
-            (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
             (folder / "provenance.json").write_text(json.dumps(provenance(), indent=1) + "\n")
         yield
 
@@ -155,25 +160,44 @@ def write_status(folder: Path, status: str, **facts: Any) -> None:
     """
     if not is_main_process():
         return
-    target = folder / "status.json"
+    facts = {"status": status, "time": datetime.now().isoformat(timespec="seconds"), **facts}
+    _replace(folder / "status.json", json.dumps(facts, indent=1) + "\n")
+
+
+def _replace(target: Path, text: str) -> None:
     partial = target.with_suffix(".partial")
-    partial.write_text(
-        json.dumps({"status": status, "time": datetime.now().isoformat(timespec="seconds"), **facts}, indent=1) + "\n"
-    )
+    partial.write_text(text)
     os.replace(partial, target)
 
 
+def checkpoint_steps(folder: Path) -> dict[Path, int]:
+    """Completed updates of every checkpoint file in `folder`, by name."""
+    names = {path: re.fullmatch(r"update=(\d+)\.ckpt", path.name) for path in folder.glob("*.ckpt")}
+    return {path: int(match[1]) for path, match in names.items() if match and path.is_file()}
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the most updates in `folder`/checkpoints."""
-    found = [
-        (int(match[1]), path)
-        for path in (folder / "checkpoints").glob("*.ckpt")
-        if (match := re.match(r"update=(\d+)", path.name))
-    ]
-    return max(found)[1] if found else None
+    """The readable checkpoint of the most updates in `folder`/checkpoints."""
+    steps = checkpoint_steps(folder / "checkpoints")
+    for path in sorted(steps, key=steps.__getitem__, reverse=True):
+        try:
+            torch.load(path, weights_only=True, mmap=True)
+        except Exception as error:
+            log.warning("%s cannot be read and is passed over: %s", path, error)
+        else:
+            return path
+    return None
+
+
+def resume_command(folder: Path) -> str:
+    """What to type to go on, quoted for Hydra and for the shell where the path needs it."""
+    plain = re.fullmatch(r"[\w./-]+", str(folder))
+    return "python train.py " + (f"resume={folder}" if plain else shlex.quote(f'resume="{folder}"'))
 
 
 def discard_unused(folder: Path) -> None:
     """Takes away a folder in which there is nothing but Hydra's empty log: the run never began."""
-    if all(path.suffix == ".log" and path.stat().st_size == 0 for path in folder.glob("*")):
+    if folder.name == _STAMP and all(path.suffix == ".log" and path.stat().st_size == 0 for path in folder.glob("*")):
         shutil.rmtree(folder, ignore_errors=True)
+        if folder.parent.is_dir() and not any(folder.parent.iterdir()):
+            folder.parent.rmdir()

@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens, V vocabulary, G responses per prompt (group). Slo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
@@ -33,8 +34,8 @@ class SamplingParams:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be >= 0")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; it must be >= 0 and finite")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 1")
         if not 0 < self.top_p <= 1:
@@ -174,8 +175,15 @@ class LossOutput:
 class Loss(Protocol):
     """A policy loss: tally every micro-batch, sum the tallies, choose bounds once, then call on every micro-batch."""
 
-    adaptive: bool  # do the bounds depend on the tally? If not, `choose` ignores it and no pass is spent on it.
-    bounds_scope: Literal["update", "micro_batch"]  # what a tally is summed over before `choose`
+    @property
+    def adaptive(self) -> bool:
+        """Do the bounds depend on the tally? If not, `choose` ignores it and no pass is spent on it."""
+        ...
+
+    @property
+    def bounds_scope(self) -> Literal["update", "micro_batch"]:
+        """What a tally is summed over before `choose`."""
+        ...
 
     def tally(self, inputs: LossInputs) -> Tensor:
         """A float64 vector that adds up over micro-batches and ranks. No autograd graph, no host synchronisation."""
@@ -191,17 +199,20 @@ class Loss(Protocol):
 
 
 class Task(Protocol):
-    """Prompts and the judge of their answers."""
+    """Prompts, of which no two of a split share their uid, and the judge of their answers."""
 
     def prompts(self, split: Literal["train", "test"]) -> Sequence[Prompt]: ...
 
     def verify(self, prompt: Prompt, response: str) -> float:
-        """Reward of a response's text, special tokens removed."""
+        """Reward of a response's text, special tokens removed: a finite number."""
         ...
 
 
 class RolloutEngine(Protocol):
-    """Draws responses. Every response carries the version of the weights that made it."""
+    """Draws responses. Every response carries the version of the weights that made it.
+
+    An engine that has an attribute `max_positions`, the most tokens of prompt and response together, has it checked first.
+    """
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
 

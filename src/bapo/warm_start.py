@@ -106,9 +106,9 @@ class WarmStart:
             if not _is_whole(folder):
                 building = root / f".{folder.name}.building"
                 for leftover in (folder, building):
-                    if leftover.exists():
+                    if leftover.exists() or leftover.is_symlink():
                         log.warning("warm start: %s is broken or was interrupted; building it again", leftover)
-                        shutil.rmtree(leftover)
+                        shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
                 building.mkdir()
                 self._build(task, building)
                 building.rename(folder)

@@ -78,7 +78,7 @@ PICTURES = (
     Picture(
         "reward",
         "Reward and held-out accuracy",
-        (Panel("mean reward", {"rollout/reward_mean": "training prompts", HELD_OUT: ""}),),
+        (Panel("mean reward", {"rollout/reward_mean": "training prompts, sampled", HELD_OUT: ""}),),
     ),
     Picture("entropy", "Entropy of the policy", (Panel("nats per token", {"policy/entropy": "entropy"}),)),
     Picture(
@@ -103,7 +103,7 @@ PICTURES = (
     Picture(
         "staleness",
         "Staleness of the trained tokens",
-        (Panel("age (optimizer updates)", {"staleness/mean": "mean", "staleness/max": "largest"}),),
+        (Panel("age (optimizer updates)", {"staleness/mean": "mean", "staleness/max": "largest"}, smooth=False),),
     ),
     Picture("clip_frac", "Clipped tokens", (Panel("share of trained tokens", _CLIPPED),)),
 )
@@ -188,8 +188,8 @@ def draw(picture: Picture, runs: Sequence[Run], path: Path) -> bool:
 def _draw_panel(axes: Axes, panel: Panel, names: Mapping[str, str], runs: Sequence[Run]) -> None:
     """A dash per metric; a colour per metric too for one run, per run for several."""
     drawn: list[float] = []
+    window = max(smoothing_window(run.rows) for run in runs)  # of one length, or runs would not compare
     for r, run in enumerate(runs):
-        window = smoothing_window(run.rows)
         for s, name in enumerate(names):
             steps, values = points(run.rows, name)
             drawn += values

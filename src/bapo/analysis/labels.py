@@ -14,7 +14,7 @@ def distinguish(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     flat = [flatten(config) for config in configs]
     shared = [key for key in flat[0] if all(key in other for other in flat)]
-    differing = [key for key in shared if len({repr(other[key]) for other in flat}) > 1]
+    differing = [key for key in shared if key != "trainer.max_rounds" and len({repr(other[key]) for other in flat}) > 1]
     labels = [", ".join(_setting(key, other[key]) for key in differing) for other in flat]
     for label, count in Counter(labels).items():
         if 1 < count < len(labels):

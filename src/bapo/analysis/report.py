@@ -121,7 +121,9 @@ def wall_time(run_dir: Path) -> str | None:
     if not path.is_file():
         return None
     seconds = sum(value for row in _whole_rows(path) for name, value in row.items() if name.startswith("time/"))
-    return f"{seconds / 60:.1f} min" if seconds else None
+    if not seconds:
+        return None
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
 def summary(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:

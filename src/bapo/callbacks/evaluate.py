@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning as L
 
 from bapo.evaluation import evaluate
 from bapo.rollouts.collector import Ranks
-from bapo.types import SamplingParams
+from bapo.types import Prompt, SamplingParams, Task
 
 
 class Evaluate(L.Callback):
@@ -26,8 +27,8 @@ class Evaluate(L.Callback):
         max_prompts: int | None = None,
         split: Literal["train", "test"] = "test",
     ):
-        for name, value in (("every_n_rounds", every_n_rounds), ("samples", samples), ("max_prompts", max_prompts or 1)):
-            if value < 1:
+        for name, value in (("every_n_rounds", every_n_rounds), ("samples", samples), ("max_prompts", max_prompts)):
+            if value is not None and value < 1:
                 raise ValueError(f"callbacks.evaluate.{name} is {value}; it must be >= 1")
         if samples > 1 and sampling.temperature == 0:
             raise ValueError(f"callbacks.evaluate.samples is {samples} at temperature 0: they would all be the same response")
@@ -36,6 +37,11 @@ class Evaluate(L.Callback):
         self.samples = samples
         self.max_prompts = max_prompts
         self.split = split
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuses prompts that cannot be drawn from before the first pool is drawn."""
+        collector = trainer.datamodule.collector  # type: ignore[attr-defined]
+        collector.check(self.split, self._prompts(collector.task), self.sampling, "callbacks.evaluate.sampling")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step == 0:
@@ -49,6 +55,9 @@ class Evaluate(L.Callback):
         if end_of_round and (rounds_done % self.every_n_rounds == 0 or last):
             self._evaluate(trainer, pl_module)
 
+    def _prompts(self, task: Task) -> Sequence[Prompt]:
+        return task.prompts(self.split)[: self.max_prompts]
+
     def _evaluate(self, trainer: L.Trainer, pl_module: Any) -> None:
         start = time.perf_counter()
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -59,7 +68,7 @@ class Evaluate(L.Callback):
             collector.engine,
             collector.task,
             collector.tokenizer,
-            collector.task.prompts(self.split)[: self.max_prompts],
+            self._prompts(collector.task),
             self.sampling,
             self.samples,
             collector.seed,

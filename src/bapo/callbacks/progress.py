@@ -157,6 +157,7 @@ class ProgressDisplay(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         if self._pace is not None:
+            self._pace.epoch = trainer.current_epoch  # a fit resumed inside an epoch does not start one
             self._pace.batch_began = self.now()
 
     def on_train_batch_end(

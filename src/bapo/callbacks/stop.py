@@ -1,10 +1,9 @@
-"""Ctrl-C and kill -TERM end a run after the update in progress, with a checkpoint."""
+"""Ctrl-C and kill -TERM end a run after the update in progress; `RunCheckpoint` saves it."""
 
 from __future__ import annotations
 
 import logging
 import signal
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,8 +20,7 @@ class StopOnSignal(L.Callback):
     `received` is the signal that ended the run, else None.
     """
 
-    def __init__(self, checkpoint_dir: Path):
-        self.checkpoint_dir = checkpoint_dir
+    def __init__(self) -> None:
         self.received: int | None = None
         self._previous: dict[int, Any] = {}
 
@@ -39,8 +37,7 @@ class StopOnSignal(L.Callback):
         if trainer.world_size > 1:
             asked = trainer.strategy.reduce_boolean_decision(self.received is not None, all=False)
             self.received = self.received or (signal.SIGTERM if asked else None)
-        if self.received is not None and not trainer.should_stop:
-            trainer.save_checkpoint(self.checkpoint_dir / f"update={trainer.global_step:06d}-stopped.ckpt")
+        if self.received is not None:
             trainer.should_stop = True
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from bapo.rollouts.collector import Collector, Ranks
 from bapo.rollouts.pool import Pool, load_meta, load_pool
 from bapo.rollouts.schedule import Schedule, deal_minibatches
 from bapo.types import MiniBatch, PolicyHandle
+
+log = logging.getLogger(__name__)
 
 
 class EpochLoader:
@@ -95,9 +98,18 @@ class RolloutDataModule(L.LightningDataModule):
     def pool(self, round_index: int, ranks: Ranks) -> Pool:
         """The pool of a round: the one in hand, else from its file, else collected now and filed."""
         if self._pool is None or self._pool.meta["round"] != round_index:
-            self._pool = load_pool(self.rounds_dir, round_index) or self._collect(round_index, ranks)
+            self._pool = self._filed(round_index) or self._collect(round_index, ranks)
             self.drawn = max(self.drawn, round_index)
         return self._pool
+
+    def _filed(self, round_index: int) -> Pool | None:
+        try:
+            return load_pool(self.rounds_dir, round_index)
+        except ValueError as error:
+            if round_index <= self.drawn:
+                raise
+            log.warning("%s; nothing has been trained on it, so it is drawn again", error)
+            return None
 
     def _collect(self, round_index: int, ranks: Ranks) -> Pool:
         assert self.policy is not None, "connect a policy first"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,23 +92,46 @@ def switch_off_dropout(model: nn.Module) -> None:
         log.warning("the model's dropout is set to 0: importance ratios need the same network in every pass")
 
 
+@contextmanager
+def _loading(what: str, path: str | Path) -> Iterator[None]:
+    """For what is missing or broken in a folder, the libraries raise nearly any class, up to plain Exception: ValueError."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"policy.path is {str(path)!r}; no {what} could be loaded from it: {reason}") from error
+
+
 def load_model(path: str | Path, dtype: str = "float32", revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """A causal LM from a local folder or the hub, by transformers. Remote code runs only if asked for."""
     if dtype not in DTYPES:
         raise ValueError(f"policy.dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if trust_remote_code:
         log.warning("policy.trust_remote_code is on: code from %s will run", path)
-    try:
-        return AutoModelForCausalLM.from_pretrained(
+    with _loading("model", path):
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=DTYPES[dtype], revision=revision, trust_remote_code=trust_remote_code
         )
-    except OSError as error:
-        raise ValueError(f"policy.path is {str(path)!r}; no model could be loaded from it: {error}") from error
+    check_head(model, path)
+    return model
+
+
+@torch.no_grad()
+def check_head(model: Any, path: str | Path) -> None:
+    """`CausalLMPolicy` scores by the output embeddings alone; some models cap or scale their logits beyond that: ValueError."""
+    ids = torch.arange(4)[None] % model.config.vocab_size
+    logits = model(input_ids=ids).logits
+    plain = model.get_output_embeddings()(model.base_model(input_ids=ids).last_hidden_state)
+    if not torch.allclose(plain, logits, rtol=1e-2, atol=1e-2):
+        raise ValueError(f"policy.path is {str(path)!r}; its logits are not its output embeddings alone (capped or scaled)")
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer beside the model; one without a pad token pads with its end-of-sequence token (masks never look at ids)."""
-    tokenizer = AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code)
+    with _loading("tokenizer", path):
+        tokenizer = AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code)
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # made from the model's type alone, as no file was found
+        raise ValueError(f"policy.path is {str(path)!r}; its tokenizer has no tokens but special ones")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +49,14 @@ class Sample:
     reward: float
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
+    """The ids of a prompt, at least one."""
+    ids = tuple(tokenizer(prompt.text, add_special_tokens=False)["input_ids"])
+    if not ids:
+        raise ValueError(f"prompt {prompt.uid!r} has the text {prompt.text!r}; it must hold at least one token")
+    return ids
+
+
 def draw(
     engine: RolloutEngine,
     task: Task,
@@ -63,7 +73,7 @@ def draw(
     """
     requests = []
     for uid, prompt in prompts:
-        ids = tuple(tokenizer(prompt.text, add_special_tokens=False)["input_ids"])
+        ids = encode(tokenizer, prompt)
         requests += [Request(uid, index, seed_of(uid, index), ids) for index in range(samples)]
     drawn = {(r.uid, r.sample_index): r for r in engine.generate(requests, sampling)}
     if missing := len(requests) - len(drawn):
@@ -73,7 +83,10 @@ def draw(
         for index in range(samples):
             rollout = drawn[uid, index]
             text: Any = tokenizer.decode(list(rollout.response_ids), skip_special_tokens=True)
-            judged.append(Sample(rollout, task.verify(prompt, text)))
+            reward: Any = task.verify(prompt, text)
+            if not isinstance(reward, Real) or not math.isfinite(reward):
+                raise ValueError(f"the task's reward for prompt {prompt.uid!r} is {reward!r}; it must be a finite number")
+            judged.append(Sample(rollout, float(reward)))
     return judged
 
 
@@ -111,6 +124,23 @@ class Collector:
 
     def __post_init__(self) -> None:
         self.prompts = self.task.prompts("train")
+        self.check("train", self.prompts, self.options.sampling, "rollout.sampling")
+
+    def check(self, split: str, prompts: Sequence[Prompt], sampling: SamplingParams, field: str) -> None:
+        """ValueError for prompts of a split from which nothing can be drawn. `field`: where the config holds `sampling`."""
+        where = f"task {type(self.task).__name__}, split {split!r}"
+        if not prompts:
+            raise ValueError(f"{where}: it has 0 prompts; it must have at least one")
+        uid, count = Counter(prompt.uid for prompt in prompts).most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"{where}: {count} prompts have the uid {uid!r}; every uid must differ")
+        longest = max(len(encode(self.tokenizer, prompt)) for prompt in prompts)
+        positions = getattr(self.engine, "max_positions", None)
+        if positions is not None and longest + sampling.max_tokens > positions:
+            raise ValueError(
+                f"{field}.max_tokens is {sampling.max_tokens}; it must be <= {positions - longest}: the model has {positions} "
+                f"positions, and the longest prompt takes {longest} ({where})"
+            )
 
     def collect(self, round_index: int, before: dict[str, Any], policy: PolicyHandle, least_rows: int, ranks: Ranks) -> Pool:
         """The pool of a round. `before`: the meta of the round before it ({} for the first).
@@ -148,6 +178,7 @@ class Collector:
             "next_prompt": position,
             "tokens_total": before.get("tokens_total", 0) + sum(len(s.rollout.response_ids) for s in samples),
             "sampling": asdict(self.options.sampling),
+            "tokenizer": self.tokenizer.name_or_path,
             "metrics": pool_metrics(samples, rewards, kept, self.options.group_size) | mismatch_metrics(batch),
             "timing": {"time/refill": time.perf_counter() - start},
         }

@@ -67,11 +67,12 @@ class HFRollouts:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")
-        if self.device != "auto":
-            try:
-                torch.device(self.device)
-            except RuntimeError as error:
-                raise ValueError(f"device is {self.device!r}; it must be auto or a torch device: {error}") from error
+        found = torch.accelerator.current_accelerator(check_available=True)
+        usable = ["auto", "cpu"]
+        if found is not None:
+            usable += [found.type, *(f"{found.type}:{index}" for index in range(torch.accelerator.device_count()))]
+        if self.device not in usable:
+            raise ValueError(f"device is {self.device!r}; on this machine it must be one of {', '.join(usable)}")
 
     def __call__(self, model_path: str | Path, **load: Any) -> HFEngine:
         device = self.device

@@ -20,7 +20,8 @@ from bapo.types import Batch, Rollout
 class Pool:
     """`batch` [N, T]; `rows` names each of the N sequences as (group uid, sample index, seed).
 
-    `meta` holds plain values only: round, policy_version, next_prompt, tokens_total, sampling, metrics, timing.
+    `meta` holds plain values only: round, policy_version, next_prompt, tokens_total, sampling,
+    tokenizer (where it was loaded from), metrics, timing.
     """
 
     batch: Batch
@@ -47,16 +48,25 @@ def _paths(folder: Path, round_index: int) -> tuple[Path, Path]:
 def load_meta(folder: Path, round_index: int) -> dict[str, Any] | None:
     """What is known of a round without its tensors; None if it was never completed."""
     header = _paths(folder, round_index)[1]
-    return json.loads(header.read_text()) if header.is_file() else None
+    if not header.is_file():
+        return None
+    try:
+        return json.loads(header.read_text())
+    except ValueError as error:
+        raise ValueError(f"{header} is damaged: {error}") from error
 
 
 def load_pool(folder: Path, round_index: int) -> Pool | None:
-    """The pool of a round, or None if it was never completed."""
+    """The pool of a round, or None if it was never completed. Raises ValueError for a damaged file."""
     meta = load_meta(folder, round_index)
     if meta is None:
         return None
-    rows = tuple((uid, index, seed) for uid, index, seed in meta.pop("rows"))
-    return Pool(Batch(**load_file(str(_paths(folder, round_index)[0]))), rows, meta)
+    tensors = _paths(folder, round_index)[0]
+    try:
+        batch = Batch(**load_file(str(tensors)))
+    except Exception as error:
+        raise ValueError(f"{tensors} is damaged: {error}") from error
+    return Pool(batch, tuple((uid, index, seed) for uid, index, seed in meta.pop("rows")), meta)
 
 
 def collate(rollouts: Sequence[Rollout], rewards: Tensor, advantages: Tensor, pad_id: int) -> Batch:
