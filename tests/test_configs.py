@@ -174,7 +174,7 @@ def test_bapo_is_the_papers_and_the_embedded_run_asks_for_more() -> None:
     [
         (["loss=grpo"], FixedClipLoss(0.8, 1.2)),
         (["loss=clip_higher"], FixedClipLoss(0.8, 1.28)),
-        (["+experiment=fixed_bounds"], FixedClipLoss(0.86, 2.9)),
+        (["+experiment=fixed_bounds"], FixedClipLoss(0.78, 2.46)),
         (["+experiment=on_policy"], FixedClipLoss(0.8, 1.2)),
     ],
     ids=str,
