@@ -82,7 +82,7 @@ def training_step(loss: BapoLoss | FixedClipLoss, logits: Tensor, targets: Tenso
     bounds = loss.choose(loss.tally(detached))
     output = loss(given, bounds, inputs.response_mask.sum().double())
     output.loss.backward()
-    return float(output.loss)
+    return float(output.loss.detach())
 
 
 def seconds_of(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
@@ -124,7 +124,7 @@ def main() -> None:
         "|---|---|---|",
         *(f"| {name} | {1e3 * t:.1f} | {t / search['table']:.1f} |" for name, t in search.items()),
         "",
-        f"{tokens} tokens over a vocabulary of {vocabulary}: log-softmax, loss with its metrics, search (counterfactuals included), backward:",
+        f"{tokens} tokens over a vocabulary of {vocabulary}: log-softmax, loss, metrics, search, counterfactuals, backward:",
         "",
         "| loss | ms | times fixed clip |",
         "|---|---|---|",

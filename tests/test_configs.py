@@ -103,6 +103,8 @@ def choice(file: Path) -> list[str]:
         pairs = itertools.product((CONF / "task").glob("*.yaml"), (CONF / "loss").glob("*.yaml"))
         ((task, loss),) = [(t.stem, c.stem) for t, c in pairs if f"{t.stem}_{c.stem}" == name]
         return [f"task={task}", f"loss={loss}"]
+    if group == "loss_objective":  # taken by itself, with the loss it is named after
+        return [f"loss={name}"]
     return [f"{'+' if group in OVERLAYS else ''}{group}={name}"]
 
 
@@ -212,7 +214,7 @@ def test_a_model_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest
 
 # What cannot run: command line -> words of the one message. All of it before any model is loaded.
 
-HERE_ARE = "known here: loss.clip_high, loss.clip_low, loss.mass, loss.search_order, loss.target_positive_ratio"
+HERE_ARE = "known here: loss.balance, loss.bounds_scope, loss.clip_high, loss.clip_low"
 REFUSED = {
     # unknown keys
     "loss.target_positive_ratoi=.3": "unknown key 'loss.target_positive_ratoi'; nearest: 'loss.target_positive_ratio'",
@@ -227,7 +229,7 @@ REFUSED = {
     "experiment=smoke": "unknown key 'experiment'; nearest: '+experiment=smoke'",
     "hydra.run.dri=x": "unknown key 'hydra.run.dri'",
     # files that are not there
-    "loss=no_such_loss": "Could not find 'loss/no_such_loss' Available options in 'loss': bapo clip_higher grpo",
+    "loss=no_such_loss": "Could not find 'loss/no_such_loss' Available options in 'loss': adaptive_ratio asymmetric_high",
     "+experiment=nope": "Could not find 'experiment/nope' Available options in 'experiment': fixed_bounds",
     "loss=null": "loss=null: a group cannot be null",
     # what is no object, or no call of Hydra's own
@@ -439,7 +441,7 @@ def test_only_built_in_types_leave_the_config() -> None:
     assert seen[".policy.warm_start.model.hidden_size"] == 64
     assert [path for path, value in seen.items() if isinstance(value, DictConfig | ListConfig)] == []
     containers = [value for value in seen.values() if isinstance(value, dict | list | tuple)]
-    assert {type(value) for value in containers} == {dict, list}
+    assert {type(value) for value in containers} == {dict, list, tuple}
     json.dumps({path: value for path, value in seen.items() if type(value) in (dict, list) and path.startswith(".policy")})
 
 

@@ -110,6 +110,19 @@ def test_a_run_made_longer_twice_equals_one_that_was_long_from_the_start(uninter
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.parametrize(
+    "choice", [("loss=adaptive_ratio",), ("objective.reference_kl=0.1", "objective.top_entropy_frac=0.5")], ids=str
+)
+def test_what_a_loss_remembers_goes_on_too(small, tmp_path, signal_after, choice):
+    run_experiment(tmp_path / "whole", *small, *choice)
+    signal_after(6)
+    with pytest.raises(SystemExit):
+        run_experiment(tmp_path / "stopped", *small, *choice)
+    signal_after(-1)
+    run_experiment(tmp_path / "stopped", f"resume={tmp_path / 'stopped'}")
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
 def test_a_resumed_run_draws_no_round_twice(uninterrupted, small, tmp_path, signal_after, monkeypatch):
     signal_after(6)
     with pytest.raises(SystemExit):

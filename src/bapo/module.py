@@ -143,7 +143,7 @@ class BapoModule(L.LightningModule):
         for micro in micro_batches:
             mask = micro.batch.response_mask
             counts += torch.stack([mask.sum().double(), self.objective.count(mask)])
-            if self.loss.bounds_scope == "micro_batch" or not self.loss.adaptive or _is_fresh(micro.batch, self.global_step):
+            if self.loss.bounds_scope == "micro_batch" or not self.loss.adaptive or micro.is_fresh(self.global_step):
                 # Nothing will be read off the tally; or the policy still is the one that sampled, and every ratio is 1.
                 logprobs = micro.batch.behaviour_logprobs
             else:
@@ -262,10 +262,6 @@ class Plan:
     bounds: ClipBounds | None
     denominator: Tensor
     tokens: float
-
-
-def _is_fresh(batch: Batch, version: int) -> bool:
-    return bool((batch.policy_version[batch.response_mask] == version).all())
 
 
 def _detached(inputs: LossInputs) -> LossInputs:

@@ -45,3 +45,7 @@ class MicroBatch:
             response_mask=self.batch.response_mask,
             weights=self.weights,
         )
+
+    def is_fresh(self, version: int) -> bool:
+        """Did the weights of `version` draw every token?"""
+        return bool((self.batch.policy_version[self.batch.response_mask] == version).all())
