@@ -3,8 +3,9 @@
     python benchmarks/bound_search.py        prints two tables and writes benchmarks/results/bound_search.md
 
 Table search: one pass into bins (`BapoLoss.tally`), then `choose`. Against it
-(a) every candidate of the path at once: one vectorised pass over the tokens per candidate, bounds chosen at the end;
-(b) one candidate at a time, its positive ratio read by the host, as a loop with `.item()` does, up to the end of the path.
+(a) every candidate at once: the tokens broadcast against all bounds of both ranges, [K, N], summed over the tokens;
+(b) one candidate at a time as a trainer's loop does it: clipped objective, masses, positive ratio read by the host each step;
+(c) the same loop at its leanest: each step sums the one mass that its bound changes, nothing else.
 And the whole of a training step's loss: log-softmax over a vocabulary, loss, search, backward, against a fixed clip.
 """
 
@@ -50,26 +51,49 @@ def _candidates() -> list[tuple[float, float]]:
     return [(lows[0], high) for high in highs] + [(low, highs[-1]) for low in lows[1:]]
 
 
-def _positive_ratio(ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
-    mass = ratio * advantages.abs()
-    positive = (mass * (mask & (advantages > 0) & (ratio <= high))).sum()
-    negative = (mass * (mask & (advantages < 0) & (ratio >= low))).sum()
-    return positive / (positive + negative)
+def _first(ratios: Tensor) -> int:
+    met = ratios >= SEARCH.target_positive_ratio
+    return int(met.int().argmax()) if bool(met.any()) else -1
 
 
 def every_candidate(inputs: LossInputs) -> tuple[float, float]:
-    ratio = (inputs.logprobs - inputs.behaviour_logprobs).exp()
-    path = _candidates()
-    ratios = torch.stack([_positive_ratio(ratio, inputs.advantages, inputs.response_mask, *c) for c in path])
-    met = ratios >= SEARCH.target_positive_ratio
-    return path[int(met.int().argmax()) if bool(met.any()) else -1]
+    ratio = (inputs.logprobs - inputs.behaviour_logprobs).exp().flatten()
+    advantages = torch.where(inputs.response_mask, inputs.advantages, 0).flatten()
+    mass = ratio * advantages
+    lows, highs = (bounds.candidates().to(ratio.dtype) for bounds in (SEARCH.clip_low, SEARCH.clip_high))
+    positive = torch.where((advantages > 0) & (ratio <= highs[:, None]), mass, 0).sum(1, dtype=torch.float64)
+    negative = torch.where((advantages < 0) & (ratio >= lows[:, None]), -mass, 0).sum(1, dtype=torch.float64)
+    path = torch.cat([positive / (positive + negative[0]), positive[-1] / (positive[-1] + negative[1:])])
+    return _candidates()[_first(path)]
 
 
 def one_at_a_time(inputs: LossInputs) -> tuple[float, float]:
+    ratio, advantages, mask = (inputs.logprobs - inputs.behaviour_logprobs).exp(), inputs.advantages, inputs.response_mask
+    for low, high in (path := _candidates()):
+        objective = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+        unclipped = objective == ratio * advantages
+        mass = torch.where(mask & unclipped, ratio * advantages.abs(), 0)
+        positive = torch.where(advantages > 0, mass, 0).sum(dtype=torch.float64)
+        negative = torch.where(advantages < 0, mass, 0).sum(dtype=torch.float64)
+        if (positive / (positive + negative)).item() >= SEARCH.target_positive_ratio:
+            return low, high
+    return path[-1]
+
+
+def leanest_loop(inputs: LossInputs) -> tuple[float, float]:
     ratio = (inputs.logprobs - inputs.behaviour_logprobs).exp()
-    for candidate in (path := _candidates()):
-        if _positive_ratio(ratio, inputs.advantages, inputs.response_mask, *candidate).item() >= SEARCH.target_positive_ratio:
-            return candidate
+    advantages = torch.where(inputs.response_mask, inputs.advantages, 0)
+    gains, losses = ratio * advantages.clamp(min=0), ratio * -advantages.clamp(max=0)
+    last = (0.0, 0.0)
+    positive = negative = torch.zeros(())
+    for low, high in (path := _candidates()):
+        if high != last[1]:
+            positive = torch.where(ratio <= high, gains, 0).sum(dtype=torch.float64)
+        if low != last[0]:
+            negative = torch.where(ratio >= low, losses, 0).sum(dtype=torch.float64)
+        if (positive / (positive + negative)).item() >= SEARCH.target_positive_ratio:
+            return low, high
+        last = (low, high)
     return path[-1]
 
 
@@ -99,7 +123,12 @@ def seconds_of(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 def main() -> None:
     inputs = random_tokens(2**20)
-    searches = {"table": table_search, "(a) every candidate": every_candidate, "(b) one at a time": one_at_a_time}
+    searches = {
+        "table": table_search,
+        "(a) every candidate at once": every_candidate,
+        "(b) one at a time": one_at_a_time,
+        "(c) one at a time, leanest": leanest_loop,
+    }
     assert len({search(inputs) for search in searches.values()}) == 1, "the searches must agree before they are timed"
     search = seconds_of({name: lambda f=f: f(inputs) for name, f in searches.items()})  # type: ignore[misc]
 

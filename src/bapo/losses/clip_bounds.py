@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bapo.losses.surrogate import MassRule, clip_counts, importance_ratio, is_dual_clipped
+from bapo.losses.surrogate import MassRule, bounds_below, importance_ratio, is_dual_clipped
 from bapo.ops.masked import keep
 from bapo.types import ClipBounds, LossInputs
 
@@ -82,38 +82,31 @@ def tally_masses(inputs: LossInputs, clip_low: BoundRange, clip_high: BoundRange
     advantages = keep(inputs.advantages, inputs.response_mask)
     lows, highs = (bounds.candidates(ratio.device).to(ratio.dtype) for bounds in (clip_low, clip_high))
 
-    # One bin per count of clipping bounds, 0..K; the bins of the negative tokens follow those of the positive ones.
-    sizes = [len(highs) + 1, len(lows) + 1]
-    counts = clip_counts(ratio, advantages, lows, highs)
-    bins = torch.where(advantages < 0, counts + sizes[0], counts).flatten()
-    at_one = (advantages.double().abs() * rule.factors(inputs)).flatten()
+    # A bin per number of bounds that lie below r; the bins of the negative tokens follow those of the positive ones.
+    size = len(lows) + len(highs) + 1
+    bins = bounds_below(ratio, lows, highs).add_((advantages < 0).int(), alpha=size).flatten()
+    at_one = rule.weigh(advantages.abs(), inputs)
 
-    # The dual clip is the same at every candidate: these tokens are in the bin that no clip_low clips, at a ratio of their own.
-    value = ratio.double()
+    # The dual clip is the same at every candidate: these tokens are unclipped by every clip_low, at a ratio of their own.
+    value = ratio
     if rule.dual_clip is not None:
         dual_value = rule.dual_clip if rule.mass == "surrogate" else 0.0
-        value = torch.where(is_dual_clipped(ratio, advantages, rule.dual_clip), dual_value, value)
+        value = torch.where(is_dual_clipped(ratio, advantages, rule.dual_clip), dual_value, ratio)
 
-    def per_bin(values: Tensor) -> tuple[Tensor, Tensor]:
-        positive, negative = at_one.new_zeros(sum(sizes)).index_add_(0, bins, values).split(sizes)
-        return positive, negative
+    def per_bin(masses: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the positive tokens the sums up to each bin, of the negative ones those from each bin on; float64 [size]."""
+        sums = torch.zeros(2 * size, dtype=torch.float64, device=masses.device)
+        positive, negative = sums.index_add_(0, bins, masses.double().flatten()).split(size)
+        return positive.cumsum(0), negative.flip(0).cumsum(0).flip(0)
 
-    positive_value, negative_value = per_bin(value.flatten() * at_one)
+    positive, negative = per_bin(value * at_one)
     positive_at_one, negative_at_one = per_bin(at_one)
-    positive = _mass_at(highs, positive_value, positive_at_one, rule)
-    negative = _mass_at(lows.flip(0), negative_value, negative_at_one, rule).flip(0)
-    return torch.cat([positive, negative, positive_at_one.sum()[None], negative_at_one.sum()[None]])
-
-
-def _mass_at(bounds: Tensor, value: Tensor, at_one: Tensor, rule: MassRule) -> Tensor:
-    """Mass at each bound, [K], of one sign's tokens; `bounds` go from the tightest to the widest.
-
-    value, at_one: sums of the tokens' masses as they are and at r = 1, [K + 1]; bin c: tokens that the c tightest bounds clip.
-    """
-    unclipped = value.cumsum(0)[:-1]
-    if rule.mass == "gradient":
-        return unclipped
-    return unclipped + bounds * at_one.flip(0).cumsum(0).flip(0)[1:]
+    # Not clipped: by the k-th of the highs, tokens with no more than k highs below r; by the k-th of the lows, more than k.
+    positive_mass, negative_mass = positive[len(lows) : -1], negative[1 : len(lows) + 1]
+    if rule.mass == "surrogate":  # a clipped token weighs its bound
+        positive_mass = positive_mass + highs * (positive_at_one[-1] - positive_at_one[len(lows) : -1])
+        negative_mass = negative_mass + lows * (negative_at_one[0] - negative_at_one[1 : len(lows) + 1])
+    return torch.cat([positive_mass, negative_mass, positive_at_one[-1:], negative_at_one[:1]])
 
 
 def mass_table(tally: Tensor, clip_low: BoundRange, clip_high: BoundRange) -> MassTable:

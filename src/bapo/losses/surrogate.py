@@ -34,12 +34,13 @@ class MassRule:
     weight: MassWeight = "none"
     dual_clip: float | None = None
 
-    def factors(self, inputs: LossInputs) -> Tensor:
-        """w, times the behaviour probability if so weighted: what r|A| or |objective| is multiplied by. float64 [B, T]."""
-        factors = token_weights(inputs).double()
+    def weigh(self, masses: Tensor, inputs: LossInputs) -> Tensor:
+        """`masses` [B, T] times the token's weight and, if so weighted, its behaviour probability."""
+        if inputs.weights is not None:
+            masses = masses * token_weights(inputs).to(masses.dtype)
         if self.weight == "behaviour_prob":
-            factors = factors * keep(inputs.behaviour_logprobs, inputs.response_mask).double().exp()
-        return factors
+            masses = masses * keep(inputs.behaviour_logprobs, inputs.response_mask).to(masses.dtype).exp()
+        return masses
 
 
 def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, response_mask
     log r is returned as it is, r is the exponential of log r clamped at +-MAX_LOG_RATIO: finite, and without gradient there.
     A NaN log-ratio (two probabilities of zero) stays NaN, so that the loss shows it.
     """
-    log_ratio = keep(logprobs, response_mask) - keep(behaviour_logprobs, response_mask)
+    log_ratio = keep(logprobs - behaviour_logprobs, response_mask)
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), log_ratio
 
 
@@ -64,15 +65,19 @@ def clip_counts(ratio: Tensor, advantages: Tensor, clip_lows: Tensor, clip_highs
     A token with A > 0 is clipped by every bound of `clip_highs` below r, one with A < 0 by every bound of `clip_lows` above r;
     one with A = 0 by none, and so is a NaN. Both bound vectors ascend, [K_low] and [K_high], and are compared in r's precision.
     """
+    below = bounds_below(ratio, clip_lows, clip_highs)
+    counts = torch.where(advantages < 0, len(clip_lows) - below, below - len(clip_lows)).clamp_(min=0)
+    return torch.where((advantages != 0) & ~ratio.isnan(), counts, 0)
+
+
+def bounds_below(ratio: Tensor, clip_lows: Tensor, clip_highs: Tensor) -> Tensor:
+    """How many bounds of both ranges lie below r, int32 [B, T]; for `clip_lows` r itself counts as above it.
+
+    With one look-up for both signs: "low <= r" is "the number just below low < r".
+    """
     lows, highs = clip_lows.to(ratio.dtype), clip_highs.to(ratio.dtype)
-    by_high = _bounds_above(-ratio, -highs.flip(0))
-    by_low = _bounds_above(ratio, lows)
-    return torch.where(advantages > 0, by_high, torch.where(advantages < 0, by_low, 0))
-
-
-def _bounds_above(values: Tensor, bounds: Tensor) -> Tensor:
-    """How many of the ascending `bounds` are greater than each value; none is greater than NaN."""
-    return len(bounds) - torch.bucketize(values.detach().contiguous(), bounds, right=True, out_int32=True)
+    bounds = torch.cat([torch.nextafter(lows, torch.full_like(lows, -math.inf)), highs])
+    return torch.bucketize(ratio.detach().contiguous(), bounds, out_int32=True)
 
 
 def is_dual_clipped(ratio: Tensor, advantages: Tensor, dual_clip: float | None) -> Tensor:
@@ -192,4 +197,4 @@ def _masses(inputs: LossInputs, ratio: Tensor, objective: Tensor, clipped: Tenso
         clipped = clipped & ~dual
     unclipped = ratio.double() * keep(inputs.advantages, inputs.response_mask).double().abs()
     masses = torch.where(clipped, objective.double().abs() if rule.mass == "surrogate" else 0.0, unclipped)
-    return masses * rule.factors(inputs)
+    return rule.weigh(masses, inputs)
