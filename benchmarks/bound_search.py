@@ -121,8 +121,9 @@ def seconds_of(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def main() -> None:
-    inputs = random_tokens(2**20)
+def main(many: int = 2**20, tokens: int = 8192, vocabulary: int = 32_000, results: Path = RESULTS) -> None:
+    """`many` tokens for the searches; `tokens` over a `vocabulary` for the loss step."""
+    inputs = random_tokens(many)
     searches = {
         "table": table_search,
         "(a) every candidate at once": every_candidate,
@@ -132,7 +133,6 @@ def main() -> None:
     assert len({search(inputs) for search in searches.values()}) == 1, "the searches must agree before they are timed"
     search = seconds_of({name: lambda f=f: f(inputs) for name, f in searches.items()})  # type: ignore[misc]
 
-    tokens, vocabulary = 8192, 32_000
     logits, targets = torch.randn(tokens, vocabulary), torch.randint(vocabulary, (tokens,))
     behaviour = logits.log_softmax(-1).gather(-1, targets[:, None]).T + 0.3 * torch.randn(1, tokens)
     signs = torch.randn(1, tokens)
@@ -147,7 +147,7 @@ def main() -> None:
         f"`python benchmarks/bound_search.py`: medians of {REPEATS} in one process, taking turns; torch {torch.__version__}, "
         f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, {platform.machine()}.",
         "",
-        "2^20 tokens, the paper's ranges (52 candidates), a target that none of them reaches:",
+        f"{many:,} tokens, the paper's ranges (52 candidates), a target that none of them reaches:",
         "",
         "| search | ms | times the table search |",
         "|---|---|---|",
@@ -159,8 +159,8 @@ def main() -> None:
         "|---|---|---|",
         *(f"| {name} | {1e3 * t:.1f} | {t / step['fixed clip']:.3f} |" for name, t in step.items()),
     ]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
+    results.parent.mkdir(exist_ok=True)
+    results.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 

@@ -31,6 +31,10 @@ def commands(text: str) -> list[str]:
     return list(dict.fromkeys(shlex.join(words) for words in found if words))
 
 
+BENCHMARKS = re.findall(r"^    import (\w+)$", (REPOSITORY / "tests" / "test_benchmarks.py").read_text(), re.MULTILINE)
+"""Those that tests/test_benchmarks.py runs."""
+
+
 def kind(command: str) -> str:
     """Which test runs or checks a command."""
     match shlex.split(command):
@@ -38,6 +42,10 @@ def kind(command: str) -> str:
             return "sweep" if "-m" in rest or "--multirun" in rest else "run"
         case [python, "-m", module, *_] if python in PYTHON and module.split(".")[0] == "bapo":
             return "module"
+        case [python, script] if python in PYTHON and (REPOSITORY / "tests" / "test_benchmarks.py").read_text().count(
+            Path(script).stem
+        ):
+            return "benchmark"
         case ["make", *_]:
             return "make"
         case ["python3", "-m", "venv", ".venv"]:

@@ -1,0 +1,28 @@
+"""The benchmarks run, here on few tokens, and the searches that they time agree."""
+
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+
+def test_bound_search_writes_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import bound_search
+
+    bound_search.main(many=4096, tokens=64, vocabulary=50, results=tmp_path / "results.md")
+    written = (tmp_path / "results.md").read_text()
+    assert written == capsys.readouterr().out
+    rows = [line.split(" | ") for line in written.splitlines() if line.startswith("| ")]
+    names = [row[0].removeprefix("| ") for row in rows]
+    assert names == [
+        "search", "table", "(a) every candidate at once", "(b) one at a time", "(c) one at a time, leanest", "loss", "bapo",
+        "fixed clip",
+    ]  # fmt: skip
+    assert all(float(row[1]) > 0 for row in rows if row[1] != "ms")
+
+
+def test_the_results_are_those_of_the_committed_sizes() -> None:
+    written = (REPOSITORY / "benchmarks" / "results" / "bound_search.md").read_text()
+    assert "1,048,576 tokens, the paper's ranges (52 candidates)" in written
+    assert "8192 tokens over a vocabulary of 32000" in written
