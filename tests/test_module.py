@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from bapo.data.datamodule import EpochLoader
-from bapo.losses import BapoLoss, BoundRange, FixedClipLoss
+from bapo.losses import AdaptiveRatioLoss, BapoLoss, BoundRange, CispoLoss, FixedClipLoss, GspoLoss
 from bapo.losses.weights import Objective
 from bapo.metrics import lookup
 from bapo.module import BapoModule
@@ -249,6 +249,23 @@ def test_an_update_that_is_not_finite_is_skipped_and_moves_nothing(model_folder,
     assert rows["policy/lr"] == plain["policy/lr"]
     assert rows["policy/skipped_updates"] == [0, 1, 2]
     assert "update skipped" in caplog.text
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+@pytest.mark.parametrize("loss", [BAPO, GRPO, CispoLoss(0.0, 5.0), GspoLoss(0.9997, 1.0004), AdaptiveRatioLoss()], ids=repr)
+def test_an_infinite_log_prob_is_skipped_by_every_loss(model_folder, loss, value):
+    good = behaviour_of(model_folder, random_batch(4))
+    _, rows, trainer = fit(model_folder, [[good, poisoned(good, value), good]], loss=copy.deepcopy(loss), budget=1)
+    assert trainer.global_step == 2
+    assert rows["policy/skipped_updates"] == [0, 1]
+
+
+def test_a_skipped_update_leaves_no_trace_in_the_loss_either(model_folder):
+    good = behaviour_of(model_folder, random_batch(4))
+    loss, plain = AdaptiveRatioLoss(), AdaptiveRatioLoss()
+    fit(model_folder, [[good, poisoned(good, float("nan")), good]], loss=loss)
+    fit(model_folder, [[good, good]], loss=plain)
+    assert loss.state_dict() == plain.state_dict() != AdaptiveRatioLoss().state_dict()
 
 
 def test_three_skips_in_a_row_end_the_run_with_the_weights_as_they_were(model_folder):

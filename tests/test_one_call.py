@@ -151,3 +151,32 @@ def test_nothing_is_read_back_to_the_host() -> None:
 def test_what_cannot_be_is_refused(call, changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**(FOUR | changes))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_low": "0.8"}, r"clip_low is '0.8'; it must be \(start, stop, step\), or a number to pin it"),
+        ({"target_positive_ratio": "0.4"}, r"target_positive_ratio is '0.4'; it must be of type float"),
+        ({"counterfactuals": "no"}, r"counterfactuals is 'no'; it must be of type bool"),
+        ({"mass": 3}, r"mass is 3; it must be of type str"),
+        ({"target_margin": 0.1}, r"target_margin is 0.1; it must be 0 unless target_mode is 'relative'"),
+        ({"counterfactual_targets": (1 / 3, 0.333333)}, r"counterfactual_targets is .*name"),
+        ({"clip_high": (1.2, 3.0, 1e-7)}, r"clip_high.step is 1e-07; it must be > 0 \(and >= 0.00018\)"),
+        ({"clip_high": (1.2, 3.0, float("inf"))}, r"clip_high.step is inf"),
+    ],
+)
+def test_options_of_a_wrong_kind_are_refused_by_name(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        search_clip_bounds(**FOUR, **options)
+
+
+@pytest.mark.parametrize("denominator", [0, 0.5, -1.0, float("nan"), float("inf"), torch.ones(2)])
+def test_a_denominator_that_is_no_count_is_refused(denominator: object) -> None:
+    with pytest.raises(ValueError, match="denominator"):
+        bapo_loss(**FOUR, denominator=denominator)
+
+
+def test_a_number_pins_a_bound() -> None:
+    bounds = search_clip_bounds(**FOUR, clip_low=0.8, clip_high=1.2)
+    assert (bounds.clip_low.item(), bounds.clip_high.item()) == (0.8, 1.2)

@@ -328,7 +328,7 @@ def test_the_gradients_of_the_estimators_are_those_of_the_divergences() -> None:
     [
         ({"aggregation": "mean"}, "aggregation is 'mean'; it must be one of token_mean, sequence_mean, sequence_sum"),
         ({"aggregation": "sequence_sum"}, "sequence_constant is None; aggregation sequence_sum divides by it: >= 1"),
-        ({"sequence_constant": 0}, "sequence_constant is 0; it must be >= 1"),
+        ({"aggregation": "sequence_sum", "sequence_constant": 0}, "sequence_constant is 0; it must be >= 1"),
         ({"correction": "tis"}, "correction is 'tis'; it must be one of none, token_tis, sequence_tis"),
         ({"correction_cap": 0.9}, "correction_cap is 0.9; it must be >= 1"),
         ({"correction_cap": math.inf}, "correction_cap is inf"),

@@ -24,8 +24,8 @@ class GroupRelativeAdvantage:
     eps: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.eps >= 0:
-            raise ValueError(f"eps is {self.eps}; it must be >= 0")
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"eps is {self.eps}; it must be >= 0 and finite")
 
     def __call__(self, rewards: Tensor, uids: Sequence[str]) -> Tensor:
         """Advantages of rewards [N] in groups named by `uids`, float32 [N]."""
@@ -55,8 +55,8 @@ class BatchNormalizedAdvantage:
     eps: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.eps >= 0:
-            raise ValueError(f"eps is {self.eps}; it must be >= 0")
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"eps is {self.eps}; it must be >= 0 and finite")
 
     def __call__(self, rewards: Tensor, uids: Sequence[str]) -> Tensor:
         """Advantages of rewards [N] in groups named by `uids`, float32 [N]."""

@@ -86,6 +86,7 @@ class BapoModule(L.LightningModule):
         whole = minibatch.sequences
         micro_batches = self._weighted([whole.select(rows) for rows in cut_by_tokens(whole.lengths(), self.token_budget)])
         single = self._score(micro_batches[0]) if len(micro_batches) == 1 else None
+        learned = self.loss.state_dict() if hasattr(self.loss, "state_dict") else None
         plan = self._plan(micro_batches, single)
 
         parts = MetricParts()
@@ -115,6 +116,8 @@ class BapoModule(L.LightningModule):
             seconds = time.perf_counter() - start
             row |= {"time/train": seconds, "perf/tokens_per_s": plan.tokens / seconds}
             self.log_row(row | minibatch.metrics)
+        elif learned is not None:
+            self.loss.load_state_dict(learned)  # type: ignore[attr-defined]
 
     def _score(self, micro: MicroBatch) -> Scores:
         return self.policy(micro.batch, entropy_graph=self.objective.entropy_bonus > 0)

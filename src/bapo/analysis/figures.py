@@ -84,7 +84,10 @@ PICTURES = (
     Picture(
         "clip_bounds",
         "Clip bounds on the importance ratio",
-        (Panel("upper bound", {"bounds/clip_high": "clip_high"}), Panel("lower bound", {"bounds/clip_low": "clip_low"})),
+        (
+            Panel("upper bound", {"bounds/clip_high": "clip_high"}, log=True),
+            Panel("lower bound", {"bounds/clip_low": "clip_low"}),
+        ),
     ),
     Picture("positive_ratio", "Positive ratio", (Panel("share of mass with A > 0", _RATIOS),)),
     Picture(

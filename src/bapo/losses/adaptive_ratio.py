@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -42,8 +43,8 @@ class AdaptiveRatioLoss:
             raise ValueError(f"narrowest is {self.narrowest}; it must be > 0")
         if not self.widest < 1:
             raise ValueError(f"widest is {self.widest}; it must be < 1, so that the lower bound stays above 0")
-        if not self.grow >= 1:
-            raise ValueError(f"grow is {self.grow}; it must be >= 1")
+        if not 1 <= self.grow < math.inf:
+            raise ValueError(f"grow is {self.grow}; it must be >= 1 and finite")
         if not 0 < self.shrink <= 1:
             raise ValueError(f"shrink is {self.shrink}; it must be in (0, 1]")
         self.load_state_dict({"width": self.width})

@@ -87,6 +87,13 @@ class BapoLoss:
         check_dual_clip(self.dual_clip)
         if not -1 < self.target_margin < 1:
             raise ValueError(f"target_margin is {self.target_margin}; it must be in (-1, 1), a difference of shares")
+        if self.target_margin and self.target_mode == "absolute":
+            raise ValueError(f"target_margin is {self.target_margin}; it must be 0 unless target_mode is 'relative'")
+        names = [f"{target:g}" for target in self.counterfactual_targets]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"counterfactual_targets is {self.counterfactual_targets}; each must have a name of its own: {names}"
+            )
         if self.target_mode == "relative" and self.balance != "share":
             raise ValueError(f"balance is {self.balance!r}; it must be 'share' where target_mode is 'relative'")
 

@@ -30,6 +30,9 @@ BoundsScope = Literal["update", "micro_batch"]
 RATIO_TOLERANCE = 1e-12
 """Positive ratios nearer than this are equal: the order of a float64 sum must not decide a tie with the target."""
 
+MAX_CANDIDATES = 10_000
+"""Steps of one range: beyond that a table would cost more than the tokens."""
+
 
 @dataclass(frozen=True)
 class BoundRange:
@@ -44,8 +47,9 @@ class BoundRange:
             raise ValueError(f"start is {self.start} and stop is {self.stop}; both must be finite")
         if not self.start <= self.stop:
             raise ValueError(f"start is {self.start}; it must be <= stop, which is {self.stop}")
-        if self.start < self.stop and not self.step > 0:
-            raise ValueError(f"step is {self.step}; it must be > 0 to go from {self.start} to {self.stop}")
+        least = (self.stop - self.start) / MAX_CANDIDATES
+        if self.start < self.stop and not least <= self.step < math.inf:
+            raise ValueError(f"step is {self.step}; it must be > 0 (and >= {least:g}) to go from {self.start} to {self.stop}")
 
     def __len__(self) -> int:
         """Number of candidates. The slack keeps rounding in the division from adding a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,8 +35,8 @@ class GspoLoss:
     def __post_init__(self) -> None:
         if not 0 < self.clip_low < 1:
             raise ValueError(f"clip_low is {self.clip_low}; it must be in (0, 1), a bound on the sequence ratio itself")
-        if not self.clip_high > 1:
-            raise ValueError(f"clip_high is {self.clip_high}; it must be > 1, a bound on the sequence ratio itself")
+        if not 1 < self.clip_high < math.inf:
+            raise ValueError(f"clip_high is {self.clip_high}; it must be > 1 and finite, a bound on the sequence ratio itself")
 
     def tally(self, inputs: LossInputs) -> Tensor:
         """Nothing to count: float64 [0]."""

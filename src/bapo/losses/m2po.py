@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,8 +39,8 @@ class M2poLoss:
     bounds_scope: ClassVar[BoundsScope] = "update"
 
     def __post_init__(self) -> None:
-        if not self.m2_threshold > SMALLEST_WIDTH**2:
-            raise ValueError(f"m2_threshold is {self.m2_threshold}; it must be > {SMALLEST_WIDTH**2:g}, in squared nats")
+        if not SMALLEST_WIDTH**2 < self.m2_threshold < math.inf:
+            raise ValueError(f"m2_threshold is {self.m2_threshold}; it must be > {SMALLEST_WIDTH**2:g} and finite, in nats^2")
 
     @torch.no_grad()
     def tally(self, inputs: LossInputs) -> Tensor:

@@ -11,6 +11,7 @@ Bounds belong to a whole optimizer update. Where one is cut into micro-batches o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
@@ -108,12 +109,16 @@ def bapo_loss(
     """(loss, bounds): the clipped surrogate at the searched bounds, 0-dim, differentiable in `logprobs`.
 
     Arguments and errors as for `search_clip_bounds`. bounds: those of the whole update; None: searched on these tokens.
-    denominator: what the token sum is divided by; None: the number of these tokens that are trained.
+    denominator: the count >= 1 that the token sum is divided by; None: the number of these tokens that are trained.
     """
     inputs = _loss_inputs(logprobs, behaviour_logprobs, advantages, response_mask, weights)
     loss = _configured(preset, options)
     if bounds is None:
         bounds = loss.choose(loss.tally(inputs))
+    if isinstance(denominator, int | float) and not 1 <= denominator < math.inf:
+        raise ValueError(f"denominator is {denominator}; it must be a finite count >= 1")
+    if isinstance(denominator, Tensor) and denominator.dim():
+        raise ValueError(f"denominator has shape {tuple(denominator.shape)}; it must be 0-dim")
     count = inputs.response_mask.sum() if denominator is None else torch.as_tensor(denominator, device=logprobs.device)
     return loss(inputs, bounds, count).loss, bounds
 
@@ -128,12 +133,19 @@ def _configured(preset: str, options: SearchOptions) -> BapoLoss:
     for name in ("clip_low", "clip_high"):
         if name in changes and not isinstance(changes[name], BoundRange):
             changes[name] = _bound_range(name, changes[name])
+    for name, value in changes.items():
+        wanted = type(getattr(_PAPER, name))
+        fits = isinstance(value, int | float) and not isinstance(value, bool) if wanted is float else isinstance(value, wanted)
+        if not fits and wanted in (float, bool, str):
+            raise ValueError(f"{name} is {value!r}; it must be of type {wanted.__name__}")
     return replace(PRESETS[preset], **changes)
 
 
-def _bound_range(name: str, values: Sequence[float]) -> BoundRange:
-    if len(values) not in (2, 3):
-        raise ValueError(f"{name} is {values!r}; it must be (start, stop, step), or (value, value) to pin it")
+def _bound_range(name: str, values: Sequence[float] | float) -> BoundRange:
+    if isinstance(values, int | float):
+        values = (values, values)
+    if isinstance(values, str) or len(values) not in (2, 3):
+        raise ValueError(f"{name} is {values!r}; it must be (start, stop, step), or a number to pin it")
     try:
         return BoundRange(*values)
     except ValueError as error:

@@ -47,10 +47,15 @@ def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, response_mask
     """(r, log r) with r = exp(logprobs - behaviour_logprobs); 1 and 0 in masked slots, where the inputs may hold anything.
 
     log r is returned as it is, r is the exponential of log r clamped at +-MAX_LOG_RATIO: finite, and without gradient there.
-    A NaN log-ratio (two probabilities of zero) stays NaN, so that the loss shows it.
+    An infinite log-ratio (a probability of zero) is NaN as one of two zeros is, so that the loss shows it.
     """
-    log_ratio = keep(logprobs - behaviour_logprobs, response_mask)
+    log_ratio = keep(finite_or_nan(logprobs - behaviour_logprobs), response_mask)
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), log_ratio
+
+
+def finite_or_nan(values: Tensor) -> Tensor:
+    """`values` with NaN for an infinity, which a clamp would make an ordinary number of."""
+    return torch.where(values.isinf(), math.nan, values)
 
 
 def token_weights(inputs: LossInputs) -> Tensor:

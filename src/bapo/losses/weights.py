@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from bapo.losses.surrogate import MAX_LOG_RATIO
+from bapo.losses.surrogate import MAX_LOG_RATIO, finite_or_nan
 from bapo.ops.masked import keep, masked_sum
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
@@ -54,8 +54,12 @@ class Objective:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
         if self.aggregation == "sequence_sum" and self.sequence_constant is None:
             raise ValueError("sequence_constant is None; aggregation sequence_sum divides by it: >= 1")
-        if self.sequence_constant is not None and not self.sequence_constant >= 1:
-            raise ValueError(f"sequence_constant is {self.sequence_constant}; it must be >= 1")
+        if self.sequence_constant is not None and self.aggregation != "sequence_sum":
+            raise ValueError(
+                f"sequence_constant is {self.sequence_constant}; it must be null unless aggregation is sequence_sum"
+            )
+        if self.sequence_constant is not None and not 1 <= self.sequence_constant < math.inf:
+            raise ValueError(f"sequence_constant is {self.sequence_constant}; it must be >= 1 and finite")
         if not 1 <= self.correction_cap < math.inf:
             raise ValueError(
                 f"correction_cap is {self.correction_cap}; it must be >= 1 and finite: matching policies have factor 1"
@@ -136,7 +140,7 @@ def mismatch_factor(
     Sources: token_tis, Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025); the others,
     Liu, Li et al., "When speed kills stability" (2025).
     """
-    log_ratio = keep(behaviour_logprobs, response_mask) - keep(sampler_logprobs, response_mask)
+    log_ratio = keep(finite_or_nan(behaviour_logprobs - sampler_logprobs), response_mask)
     if correction == "none":
         return torch.ones_like(log_ratio), torch.zeros_like(response_mask)
     if correction.startswith("sequence"):
