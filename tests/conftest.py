@@ -62,7 +62,7 @@ SMALL = ("+experiment=smoke", "callbacks.evaluate.max_prompts=8")
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where runs of this session keep their warm start."""
+    """Where the runs of all tests keep their warm start."""
     return tmp_path_factory.mktemp("cache")
 
 

@@ -116,7 +116,7 @@ def share_moved(rows: Rows, loss: Mapping[str, Any]) -> float | None:
 
 
 def wall_time(run_dir: Path) -> str | None:
-    """What timing.csv adds up to, over every session of the run; None when nothing was timed."""
+    """What timing.csv adds up to, over every start of the run; None when nothing was timed."""
     path = run_dir / "timing.csv"
     if not path.is_file():
         return None
