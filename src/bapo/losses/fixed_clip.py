@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from bapo.losses.clip_bounds import BoundsScope
 from bapo.losses.surrogate import check_dual_clip, clipped_surrogate_loss
+from bapo.losses.token_loss import constant_bounds, empty_tally
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
 
@@ -37,13 +37,11 @@ class FixedClipLoss:
 
     def tally(self, inputs: LossInputs) -> Tensor:
         """Nothing to count: float64 [0]."""
-        return torch.zeros(0, dtype=torch.float64, device=inputs.logprobs.device)
+        return empty_tally(inputs)
 
     def choose(self, tally: Tensor) -> ClipBounds:
         """The two constants, on the tally's device."""
-        low = torch.full((), self.clip_low, dtype=torch.float64, device=tally.device)
-        high = torch.full((), self.clip_high, dtype=torch.float64, device=tally.device)
-        return ClipBounds(low, high)
+        return constant_bounds(self.clip_low, self.clip_high, tally.device)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
         """Loss and metrics of one micro-batch; `denominator` counts the trained tokens of the whole update."""

@@ -1,4 +1,4 @@
-"""What the losses beside the clipped surrogate share: a per-token objective becomes a loss and the metrics of every loss."""
+"""What losses other than BAPO share: a per-token objective becomes a loss with its metrics; bounds that no tally moves."""
 
 from __future__ import annotations
 
