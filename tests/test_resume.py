@@ -230,6 +230,7 @@ def test_a_run_cannot_end_before_it_goes_on(uninterrupted):
     with pytest.raises(ValueError, match=r"trainer.max_rounds is 2; this run is in round 3: it must be >= 3"):
         run_experiment(uninterrupted, f"resume={uninterrupted}", "trainer.max_rounds=2")
     assert json.loads((uninterrupted / "status.json").read_text())["status"] == "finished"
+    assert "max_rounds: 3" in (uninterrupted / "config.yaml").read_text()  # what was refused is not kept
 
 
 def test_a_damaged_round_is_drawn_again_only_if_nothing_was_trained_on_it(uninterrupted, small, tmp_path, caplog):

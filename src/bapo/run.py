@@ -74,15 +74,17 @@ def run(cfg: DictConfig) -> dict[str, float]:
         elif not resume:
             discard_unused(folder)
         raise
-    _absolute_paths(cfg)
-    with open_run_folder(folder, cfg, resume):
-        return _run_in(folder, parts, plain_config(cfg), resume)
-
-
-def _run_in(folder: Path, parts: Mapping[str, Any], config: dict[str, Any], resume: bool) -> dict[str, float]:
     checkpoint = newest_checkpoint(folder) if resume else None
     if checkpoint is not None:
         _check_rounds(parts, checkpoint)
+    _absolute_paths(cfg)
+    with open_run_folder(folder, cfg, resume):
+        return _run_in(folder, parts, plain_config(cfg), checkpoint, resume)
+
+
+def _run_in(
+    folder: Path, parts: Mapping[str, Any], config: dict[str, Any], checkpoint: Path | None, resume: bool
+) -> dict[str, float]:
     write_status(folder, "running", pid=os.getpid())
     start = time.time()
     try:
