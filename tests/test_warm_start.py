@@ -184,7 +184,7 @@ def test_folder_loads_and_a_second_call_changes_nothing(tmp_path: Path, caplog: 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert (model.config.vocab_size, model.generation_config.eos_token_id, tokenizer.eos_token_id) == (5, 1, 1)
     assert json.loads((folder / "generation_config.json").read_text())["top_k"] == 0
-    with caplog.at_level(logging.INFO, logger="bapo.warm_start"):
+    with caplog.at_level(logging.INFO, logger="bapo.policy.folder_cache"):
         assert replace(start)(Echo()) == folder
     assert [record.message for record in caplog.records] == [f"warm start: cached in {folder}"]
     assert contents(folder) == first
@@ -281,7 +281,7 @@ def test_what_another_process_built_meanwhile_is_taken(tmp_path: Path, monkeypat
     def granted(*_: object) -> None:
         shutil.copytree(other, tmp_path / "warm_start" / other.name)
 
-    monkeypatch.setattr("bapo.warm_start.fcntl.flock", granted)
+    monkeypatch.setattr("bapo.policy.folder_cache.fcntl.flock", granted)
     monkeypatch.setattr("bapo.warm_start.fit", None)
     folder = tiny(tmp_path)(Echo())
     assert contents(folder) == contents(other)

@@ -21,7 +21,8 @@ from bapo.metrics import MetricParts, lookup
 from bapo.ops.microbatch import MicroBatch, cut_by_tokens
 from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy
-from bapo.types import Batch, ClipBounds, Loss, LossInputs, LossOutput, MiniBatch, Scores
+from bapo.policy.checkpoint import with_base, without_base
+from bapo.types import Adapter, Batch, ClipBounds, Loss, LossOutput, MiniBatch, Scores
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,9 @@ class BapoModule(L.LightningModule):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.policy.named_weights()
 
+    def adapter(self) -> Adapter | None:
+        return self.policy.adapter()
+
     def score(self, batch: Batch) -> Scores:
         # As in training_step: under mixed precision the same weights give other numbers outside autocast.
         with self.trainer.precision_plugin.forward_context():
@@ -94,7 +98,7 @@ class BapoModule(L.LightningModule):
             with self._synchronised(index == len(micro_batches) - 1):
                 scores = single or self._score(micro)
                 inputs = micro.loss_inputs(scores.logprobs)
-                bounds = plan.bounds or self.loss.choose(self.loss.tally(_detached(inputs)))
+                bounds = plan.bounds or self.loss.choose(self.loss.tally(replace(inputs, logprobs=inputs.logprobs.detach())))
                 output = self.loss(inputs, bounds, plan.denominator)
                 loss, metrics = self._regularised(output, micro, scores, plan.denominator)
                 # Data-parallel ranks average their gradients; the denominator is already global, so they must add up.
@@ -114,8 +118,7 @@ class BapoModule(L.LightningModule):
             row |= {"bounds/positive_ratio": positive / (positive + negative) if negative else 1.0}
             row |= {"policy/grad_norm": grad_norm, "policy/lr": lr, "policy/skipped_updates": self.skipped_updates}
             seconds = time.perf_counter() - start
-            row |= {"time/train": seconds, "perf/tokens_per_s": plan.tokens / seconds}
-            self.log_row(row | minibatch.metrics)
+            self.log_row(row | {"time/train": seconds, "perf/tokens_per_s": plan.tokens / seconds} | minibatch.metrics)
         elif learned is not None:
             self.loss.load_state_dict(learned)  # type: ignore[attr-defined]
 
@@ -241,6 +244,7 @@ class BapoModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        without_base(self, checkpoint)
         checkpoint["bapo"] = {"skipped_updates": self.skipped_updates, "skips_in_a_row": self.skips_in_a_row}
         if hasattr(self.loss, "state_dict"):  # a loss that learns from update to update
             checkpoint["bapo"]["loss"] = self.loss.state_dict()
@@ -252,8 +256,8 @@ class BapoModule(L.LightningModule):
             counts |= {"ready": begun, "started": begun, "processed": done, "completed": done}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.skipped_updates = checkpoint["bapo"]["skipped_updates"]
-        self.skips_in_a_row = checkpoint["bapo"]["skips_in_a_row"]
+        with_base(self, checkpoint)
+        self.skipped_updates, self.skips_in_a_row = (checkpoint["bapo"][name] for name in ("skipped_updates", "skips_in_a_row"))
         if hasattr(self.loss, "load_state_dict"):
             self.loss.load_state_dict(checkpoint["bapo"]["loss"])
 
@@ -265,10 +269,6 @@ class Plan:
     bounds: ClipBounds | None
     denominator: Tensor
     tokens: float
-
-
-def _detached(inputs: LossInputs) -> LossInputs:
-    return replace(inputs, logprobs=inputs.logprobs.detach())
 
 
 def _state_metrics(batch: Batch, scores: Scores, version: int) -> dict[str, Tensor]:

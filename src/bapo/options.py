@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bapo.policy.causal_lm import DTYPES
+from bapo.policy.causal_lm import DTYPES, CausalLMPolicy, checkpoint_gradients, load_model
+from bapo.policy.lora import Lora
 
 
 @dataclass(frozen=True)
 class PolicyOptions:
     """A model folder or hub id (`path`, with `revision`), or a small model made here by `warm_start`(task): exactly one.
 
-    A `~` in front of `path` is expanded. `chunk_tokens`: tokens whose logits exist at a time.
+    A `~` in front of `path` is expanded. `chunk_tokens`: tokens whose logits exist at a time. With `lora`, adapters are trained
+    instead of the model. `gradient_checkpointing`: activations are computed again in backward instead of kept.
     """
 
     path: str | None = None
@@ -24,6 +26,8 @@ class PolicyOptions:
     dtype: str = "float32"
     trust_remote_code: bool = False
     chunk_tokens: int = 4096
+    lora: Lora | None = None
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.warm_start is None):
@@ -33,6 +37,8 @@ class PolicyOptions:
             raise ValueError(f"policy.dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.chunk_tokens < 1:
             raise ValueError(f"policy.chunk_tokens is {self.chunk_tokens}; it must be >= 1")
+        if self.lora is not None and not isinstance(self.lora, Lora):
+            raise ValueError(f"policy.lora is {self.lora!r}, without a _target_; +lora=default makes the section")
         if self.path is None:
             return
         local = self.path.startswith((".", "/", "~")) or Path(self.path).exists()
@@ -40,6 +46,28 @@ class PolicyOptions:
         if local and not (Path(path) / "config.json").is_file():
             raise ValueError(f"policy.path is {self.path!r}; there is no config.json in that folder")
         object.__setattr__(self, "path", path)
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What goes with a path wherever something is loaded from it."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+    def model_path(self, task: Any) -> str | Path:
+        """Where the model is: `path`, or the folder that `warm_start` makes for `task`."""
+        return self.path if self.warm_start is None else self.warm_start(task)  # type: ignore[return-value]
+
+    def load(self, path: str | Path, temperature: float, seed: int) -> CausalLMPolicy:
+        """The policy before its first update, on the CPU, from the model at `path`; `seed` decides a new adapter."""
+        model = load_model(path, self.dtype, **self.source)
+        if self.lora is not None:
+            self.lora.apply(model, seed)
+        if self.gradient_checkpointing:
+            checkpoint_gradients(model)
+        return CausalLMPolicy(model, temperature, self.chunk_tokens)
+
+    def load_reference(self, path: str | Path, temperature: float) -> CausalLMPolicy:
+        """The policy as it was before training, for good."""
+        return replace(self, lora=None, gradient_checkpointing=False).load(path, temperature, seed=0)
 
 
 @dataclass(frozen=True)

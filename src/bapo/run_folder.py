@@ -153,6 +153,20 @@ def _git(*args: str) -> str:
         return ""
 
 
+def read_config(folder: Path) -> DictConfig:
+    """The config a run was started with, not yet resolved. Raises ValueError if there is none, or it is damaged."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} is not a run folder: there is no config.yaml in it")
+    try:
+        cfg = OmegaConf.load(path)
+    except Exception as error:
+        raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    if not isinstance(cfg, DictConfig) or "trainer" not in cfg:
+        raise ValueError(f"{path} is damaged: it is not the config of a run")
+    return cfg
+
+
 def write_status(folder: Path, status: str, **facts: Any) -> None:
     """status.json: `running`, `finished`, `interrupted` or `failed`, when, and the facts given.
 

@@ -1,18 +1,12 @@
-"""The embedded default's starting policy: a tiny model fitted to a task's noisy demonstrations, once, then kept in a cache.
-
-An entry of the cache is a Hugging Face folder (model, tokenizer, generation config) and a mark that lists its files with their
-digests. The mark is written last and the folder gets its name last, so that a stop at any time leaves nothing that looks whole.
-"""
+"""The embedded default's starting policy: a tiny model fitted to a task's noisy demonstrations, once, then kept in a cache."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import inspect
 import json
 import logging
 import math
-import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from bapo.policy.folder_cache import kept_folder
 from bapo.policy.tiny_qwen3 import qwen3_config, tiny_qwen3
 from bapo.policy.tokenizer import character_tokenizer, check_alphabet
 
@@ -38,7 +33,6 @@ VERSION = 1
 """Part of the cache's key: raise it when the same fields come to mean another model."""
 IGNORED = -100
 """The label of a slot that is not trained."""
-_MARK = "warm_start.json"
 _SIZES = {n: p.default for n, p in inspect.signature(qwen3_config).parameters.items() if p.default is not p.empty}
 
 
@@ -91,28 +85,7 @@ class WarmStart:
 
     def __call__(self, task: DemonstratedTask) -> Path:
         """The folder for `task`, absolute; built if the cache does not hold it whole. Processes that race share one build."""
-        root = Path(self.cache_dir).absolute() / "warm_start"
-        folder = root / self._key(task)
-        if _is_whole(folder):
-            log.info("warm start: cached in %s", folder)
-            return folder
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            lock = (root / f".{folder.name}.lock").open("w")
-        except OSError as error:
-            raise ValueError(f"cache_dir is {self.cache_dir!r}; it cannot be written: {error}") from error
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it when its holder dies
-            if not _is_whole(folder):
-                building = root / f".{folder.name}.building"
-                for leftover in (folder, building):
-                    if leftover.exists() or leftover.is_symlink():
-                        log.warning("warm start: %s is broken or was interrupted; building it again", leftover)
-                        shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-                building.mkdir()
-                self._build(task, building)
-                building.rename(folder)
-        return folder
+        return kept_folder(self.cache_dir, self._key(task), lambda folder: self._build(task, folder))
 
     def _key(self, task: DemonstratedTask) -> str:
         """A digest of everything that decides the result."""
@@ -125,7 +98,7 @@ class WarmStart:
         decisive += [task_repr, task.alphabet, task.eos, list(task.demonstrations(64, self.seed))]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
-    def _build(self, task: DemonstratedTask, folder: Path) -> None:
+    def _build(self, task: DemonstratedTask, folder: Path) -> dict[str, float]:
         start = time.perf_counter()
         tokenizer = character_tokenizer(task.alphabet, task.eos)
         input_ids, labels = encode(tokenizer, task.demonstrations(self.demonstrations, self.seed))
@@ -145,9 +118,8 @@ class WarmStart:
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         seconds = time.perf_counter() - start
-        digests = {path.name: _digest(path) for path in sorted(folder.iterdir())}
-        (folder / _MARK).write_text(json.dumps({"files": digests, "loss": loss, "seconds": seconds}, indent=2))
         log.info("warm start: loss %.3f after %.0f s, kept in %s", loss, seconds, folder.parent)
+        return {"loss": loss, "seconds": seconds}
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:
@@ -235,16 +207,3 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
         if bars:
             transformers.utils.logging.enable_progress_bar()
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _is_whole(folder: Path) -> bool:
-    """Does the folder hold its mark, and every file as the mark says?"""
-    try:
-        files = json.loads((folder / _MARK).read_text())["files"]
-        return bool(files) and all(_digest(folder / name) == digest for name, digest in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from bapo.ops.logprobs import token_logprobs
 from bapo.ops.microbatch import cut_by_tokens
-from bapo.types import Batch, Scores
+from bapo.policy.lora import adapter_of, merged_weights
+from bapo.types import Adapter, Batch, Scores
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,12 @@ class CausalLMPolicy(nn.Module):
         return Scores(logprobs, entropy)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its transformers name; a tied head appears once, as the embedding."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+        """Every weight under its transformers name, an adapter merged into it; a tied head appears once, as the embedding."""
+        return merged_weights(self.model)
+
+    def adapter(self) -> Adapter | None:
+        """The adapter in training under PEFT's names, None if the policy is trained whole. Its tensors are the policy's own."""
+        return adapter_of(self.model)
 
 
 def switch_off_dropout(model: nn.Module) -> None:
@@ -90,6 +94,19 @@ def switch_off_dropout(model: nn.Module) -> None:
             functional = True
     if found or functional:
         log.warning("the model's dropout is set to 0: importance ratios need the same network in every pass")
+
+
+def checkpoint_gradients(model: Any) -> None:
+    """Activations of a layer are computed again in backward instead of kept; ValueError if the model is not made for it."""
+    try:
+        # Reentrant checkpointing would leave frozen layers below an adapter without a graph.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    except ValueError as error:
+        raise ValueError(f"policy.gradient_checkpointing is true; {error}") from error
+    model.disable_input_require_grads()  # only the reentrant kind needs it
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True  # transformers asks for it; what is inside stays in eval mode, so nothing random comes back
 
 
 @contextmanager

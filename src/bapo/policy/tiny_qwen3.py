@@ -17,7 +17,7 @@ def qwen3_config(
     num_hidden_layers: int = 2,
     num_attention_heads: int = 4,
     num_key_value_heads: int = 2,
-    head_dim: int = 16,
+    head_dim: int = 32,
     max_position_embeddings: int = 64,
     tie_word_embeddings: bool = False,
 ) -> Qwen3Config:

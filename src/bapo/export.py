@@ -1,0 +1,116 @@
+"""Writes what a run has trained as a Hugging Face folder: python -m bapo.export RUN_DIR OUT [--adapter]
+
+OUT is a whole model with its tokenizer, a LoRA adapter merged into it, or, with --adapter, the adapter alone in PEFT's files.
+It is made from the newest checkpoint, appears in one piece, and loads in transformers, PEFT and `vllm serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from safetensors.torch import save_file
+from torch import nn
+
+from bapo.cli import cli
+from bapo.options import PolicyOptions
+from bapo.policy.causal_lm import CausalLMPolicy, load_model, load_tokenizer
+from bapo.policy.checkpoint import with_base
+from bapo.process import hush
+from bapo.run_folder import newest_checkpoint, read_config
+
+
+def export(run_dir: Path, out: Path, adapter: bool = False) -> None:
+    """Writes the newest policy of `run_dir` into the new folder `out`; ValueError if either cannot be used.
+
+    adapter: the LoRA adapter alone, which names the model it was trained over.
+    """
+    out = out.resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"OUT is {str(out)!r}; it must be a new or an empty folder")
+    config = policy_config(run_dir)
+    options, path = policy_options(config)
+    if adapter and options.lora is None:
+        raise ValueError(f"--adapter needs a run with policy.lora; in {run_dir} it is null, and the model was trained whole")
+    policy = trained_policy(run_dir, config, options, path)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as made:
+        folder = Path(made) / "folder"
+        folder.mkdir()
+        if adapter:
+            write_adapter(policy, options, folder)
+        else:
+            write_model(policy, options, path, folder)
+        folder.rename(out)
+
+
+def policy_config(run_dir: Path) -> dict[str, Any]:
+    """What decides a run's policy, resolved: `policy`, `task`, `seed`, `temperature`. ValueError for a folder without a run."""
+    cfg = read_config(run_dir)
+    plain: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, ["policy", "task", "seed"]), resolve=True)
+    return plain | {"temperature": cfg.rollout.sampling.temperature}
+
+
+def policy_options(config: dict[str, Any]) -> tuple[PolicyOptions, str | Path]:
+    """The policy's options of a run and where its model comes from; a warm start that is no longer kept is made again."""
+    try:
+        options = instantiate(config["policy"], _convert_="all")
+        return options, options.model_path(None if options.path else instantiate(config["task"], _convert_="all"))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"the run's policy cannot be made again: {error.__cause__ or error}") from error
+
+
+def trained_policy(run_dir: Path, config: dict[str, Any], options: PolicyOptions, path: str | Path) -> CausalLMPolicy:
+    """The policy with the weights of the run's newest checkpoint, on the CPU. ValueError without one that fits."""
+    checkpoint = newest_checkpoint(run_dir)
+    if checkpoint is None:
+        raise ValueError(f"RUN_DIR is {str(run_dir)!r}; there is no checkpoint in it")
+    policy = options.load(path, config["temperature"], config["seed"])
+    module = nn.ModuleDict({"policy": policy})  # as the Lightning module names it
+    state = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    with_base(module, state)
+    module.load_state_dict(state["state_dict"])
+    return policy
+
+
+def write_model(policy: CausalLMPolicy, options: PolicyOptions, path: str | Path, folder: Path) -> None:
+    model = load_model(path, options.dtype, **options.source)  # with its generation config, and without anything of PEFT
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in policy.named_weights():
+            own.pop(name).copy_(value)
+    assert not own
+    model.save_pretrained(folder)
+    load_tokenizer(path, **options.source).save_pretrained(folder)
+
+
+def write_adapter(policy: CausalLMPolicy, options: PolicyOptions, folder: Path) -> None:
+    adapter = policy.adapter()
+    assert adapter is not None
+    config = adapter.config | {"revision": options.revision}  # of the model that `base_model_name_or_path` names
+    save_file({name: value.contiguous() for name, value in adapter.weights.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bapo.export", description="Write a run's policy as a Hugging Face folder.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
+    parser.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, as PEFT's files")
+    args = parser.parse_args(arguments)
+    hush()
+    export(args.run_dir, args.out, args.adapter)
+    print(args.out)
+
+
+if __name__ == "__main__":
+    cli(main)
