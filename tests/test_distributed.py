@@ -20,7 +20,8 @@ from bapo.losses.weights import Objective
 from bapo.module import BapoModule
 from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy, load_model
-from bapo.types import Batch, Loss, MiniBatch
+from bapo.rollouts.ranks import Ranks
+from bapo.types import Batch, EngineError, Loss, MiniBatch
 
 pytestmark = pytest.mark.slow
 
@@ -114,6 +115,27 @@ def test_two_ranks_make_the_update_of_one(model_folder, tmp_path, loss, objectiv
     for part in (first, second):
         assert part["counts"]["gradient"] == 3  # one bucket, once per update, whatever the number of micro-batches
         assert part["counts"]["gather"] == gathers * 3
+
+
+def fail_on_one(rank: int, port: int, out: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+    def work() -> str:
+        if rank == 1:
+            raise EngineError("the server is gone")
+        return "drawn"
+
+    ranks = Ranks(rank, 2)
+    assert ranks.gather_from(lambda: rank * 10) == [0, 10]
+    try:
+        ranks.gather_from(work)
+    except EngineError as error:
+        (out / f"{rank}.txt").write_text(str(error))
+
+
+def test_an_engine_that_fails_on_one_rank_stops_all_of_them(tmp_path):
+    torch.multiprocessing.spawn(fail_on_one, (free_port(), tmp_path), nprocs=2, join=True)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["rank 1: the server is gone"] * 2
 
 
 def test_every_job_of_a_sweep_starts_ranks_of_its_own(cache_dir, tmp_path):

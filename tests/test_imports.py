@@ -37,8 +37,9 @@ ROWS: dict[str, set[str]] = {
 }
 ROWS["options"] = CORE
 ROWS["process"] = {"run_folder"}
-ROWS["cli"] = {"run_folder", "config_check"}
-ROWS["run"] = set(ROWS) - {"cli"}
+ROWS["cli"] = {"types", "run_folder", "config_check"}
+ROWS["export"] = {"options", "policy", "process", "run_folder", "cli"}  # an entry point
+ROWS["run"] = set(ROWS) - {"cli", "export"}
 
 # The mathematics stands on torch alone, so that it can be read, tested and reused without a trainer.
 THIRD_PARTY: dict[str, set[str]] = {

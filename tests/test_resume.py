@@ -21,6 +21,7 @@ from conftest import REPOSITORY, SMALL, run_experiment
 from bapo.module import BapoModule
 from bapo.rollouts.hf import HFEngine
 from bapo.run_folder import newest_checkpoint, resume_command
+from bapo.types import EngineError
 from bapo.warm_start import WarmStart
 
 
@@ -103,6 +104,30 @@ def test_stopped_and_resumed_again_and_again_equals_uninterrupted(uninterrupted,
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.parametrize("fails", ["train", "probe", "eval"])
+def test_an_engine_that_fails_takes_no_update_with_it(uninterrupted, small, tmp_path, monkeypatch, fails):
+    """At the end of round 1: while round 2 is drawn, at the sync before, and in the evaluation between them."""
+    generate = HFEngine.generate
+
+    def failing(self, requests, sampling):
+        asked = {"probe": "probe"}.get(requests[0].uid, "eval" if sampling.temperature == 0 else "train")
+        if self.version == 8 and asked == fails and (fails != "probe" or self.evaluated):
+            raise EngineError("the engine is gone")
+        self.evaluated = asked == "eval"
+        return generate(self, requests, sampling)
+
+    monkeypatch.setattr(HFEngine, "generate", failing)
+    with pytest.raises(EngineError, match="the engine is gone"):
+        run_experiment(tmp_path, *small, "callbacks.checkpoint.every_n_updates=1000")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update=000008.ckpt"]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["status"] == "failed"
+    assert "the engine is gone" in status["error"]
+    monkeypatch.undo()
+    run_experiment(tmp_path, f"resume={tmp_path}")
+    assert_same_run(tmp_path, uninterrupted)
+
+
 def test_a_run_made_longer_twice_equals_one_that_was_long_from_the_start(uninterrupted, small, tmp_path):
     run_experiment(tmp_path, *small, "trainer.max_rounds=1")
     for rounds in (2, 3):
@@ -132,7 +157,8 @@ def test_a_resumed_run_draws_no_round_twice(uninterrupted, small, tmp_path, sign
     generate = HFEngine.generate
 
     def count(self, requests, sampling):
-        drawn.append((sampling.temperature, len(requests)))
+        if requests[0].uid != "probe":
+            drawn.append((sampling.temperature, len(requests)))
         return generate(self, requests, sampling)
 
     monkeypatch.setattr(HFEngine, "generate", count)
@@ -146,7 +172,8 @@ def test_training_draws_one_pool_per_round_and_none_before_it_is_needed(small, t
     generate = HFEngine.generate
 
     def count(self, requests, sampling):
-        drawn.append((sampling.temperature, self.version))
+        if requests[0].uid != "probe":
+            drawn.append((sampling.temperature, self.version))
         return generate(self, requests, sampling)
 
     monkeypatch.setattr(HFEngine, "generate", count)

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
@@ -10,11 +11,12 @@ import torch
 from conftest import FixedPolicy, ScriptedEngine
 
 from bapo.advantages import GroupRelativeAdvantage
-from bapo.rollouts.collector import Collector, Ranks, RolloutOptions
+from bapo.rollouts.collector import Collector, RolloutOptions
 from bapo.rollouts.pool import load_meta, load_pool
+from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import Schedule, deal_minibatches, prompt_slots
 from bapo.rollouts.seeds import derive_seed
-from bapo.types import Prompt, SamplingParams
+from bapo.types import EngineError, Prompt, SamplingParams
 
 VERSION = 5
 
@@ -128,9 +130,19 @@ def test_too_few_differing_groups_draw_more_then_fail_with_the_numbers(tokenizer
     assert engine.calls == 2
 
 
-def test_a_lost_response_is_an_error_not_a_smaller_group(tokenizer):
-    engine = ScriptedEngine(right_if(lambda r: True, tokenizer), order=lambda r: r[:-1])
-    with pytest.raises(RuntimeError, match="15 of 16"):
+def test_a_lost_response_takes_its_whole_group_with_it_and_is_counted(tokenizer, caplog):
+    engine = ScriptedEngine(right_if(lambda r: r.sample_index == 0, tokenizer), order=lambda r: r[:-1])
+    pool = collect(engine, tokenizer)
+    assert "returned 15 of 16 responses; 1 of 4 groups are incomplete" in caplog.text
+    assert (pool.meta["metrics"]["rollout/groups_lost"], pool.meta["metrics"]["rollout/groups_drawn"]) == (1, 3)
+    lost = engine.requests[-1].uid
+    assert len(pool.rows) == 12
+    assert lost not in {uid for uid, _, _ in pool.rows}
+
+
+def test_a_response_nobody_asked_for_is_an_error(tokenizer):
+    engine = ScriptedEngine(right_if(lambda r: True, tokenizer), order=lambda r: [*r, replace(r[0], uid="stranger")])
+    with pytest.raises(EngineError, match=r"nobody asked for, such as \('stranger', 0"):
         collect(engine, tokenizer)
 
 

@@ -17,6 +17,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from bapo import config_check
 from bapo.run_folder import redact, register_resolvers
+from bapo.types import EngineError
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -34,7 +35,7 @@ def cli(main: Callable[[], Any]) -> None:
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {redact(explain(error, overrides))}", file=sys.stderr)
         sys.exit(2)
-    except OSError as error:  # a folder that cannot be made, a model that is not there: what it says is enough
+    except (OSError, EngineError) as error:  # a folder that cannot be made, an engine that died: what it says is enough
         print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -206,6 +206,14 @@ def check_sizes(parts: Mapping[str, Any]) -> None:
             f"rollout.group_size = {rollout.prompts_per_round} * {rollout.group_size} = {pool} responses; "
             f"{', '.join(str(n) for n in sorted(near))} would"
         )
+    lora, engine = parts["policy"].lora, rollout.engine
+    if getattr(engine, "lora_sync", "merged") == "native":
+        if lora is None:
+            raise ValueError("rollout.engine.lora_sync is 'native'; without policy.lora it must be merged")
+        if lora.r > engine.max_lora_rank:
+            raise ValueError(f"policy.lora.r is {lora.r}; it must be <= rollout.engine.max_lora_rank, {engine.max_lora_rank}")
+        if lora.modules_to_save:
+            raise ValueError(f"policy.lora.modules_to_save is {lora.modules_to_save}; with lora_sync native it must be empty")
     sampling = rollout.sampling
     if sampling.top_p < 1 or sampling.top_k > 0:
         log.warning("rollout.sampling uses top_p or top_k: sampled and scored distributions differ, so ratios mix the two")

@@ -32,9 +32,10 @@ from bapo.data.datamodule import RolloutDataModule
 from bapo.loggers import CsvLogger, finish
 from bapo.module import BapoModule
 from bapo.options import PolicyOptions, TrainerOptions
-from bapo.policy.causal_lm import DTYPES, CausalLMPolicy, load_model, load_tokenizer
+from bapo.policy.causal_lm import DTYPES, load_tokenizer
 from bapo.process import exit_on_sigterm, hush, known_to_children
 from bapo.rollouts.collector import Collector
+from bapo.rollouts.probe import TOLERANCE
 from bapo.run_folder import (
     CHILD_RUN_DIR,
     discard_unused,
@@ -42,6 +43,7 @@ from bapo.run_folder import (
     newest_checkpoint,
     open_run_folder,
     plain_config,
+    read_config,
     redact,
     resume_command,
     write_status,
@@ -140,12 +142,7 @@ def _absolute_paths(cfg: DictConfig) -> None:
 
 def _saved_config(folder: Path, overrides: list[str]) -> DictConfig:
     """The config a run was started with; of a command line that resumes it, only `RESUME_MAY_CHANGE` counts."""
-    try:
-        cfg = OmegaConf.load(folder / "config.yaml")
-    except Exception as error:
-        raise ValueError(f"{folder / 'config.yaml'} is damaged: {error}") from error
-    if not isinstance(cfg, DictConfig) or "trainer" not in cfg:
-        raise ValueError(f"{folder / 'config.yaml'} is damaged: it is not the config of a run")
+    cfg = read_config(folder)
     changes = [o for o in overrides if not o.startswith("resume=")]
     if refused := [o for o in changes if not o.startswith(RESUME_MAY_CHANGE)]:
         allowed = ", ".join(name.rstrip("=") for name in RESUME_MAY_CHANGE)
@@ -186,8 +183,7 @@ def _fit(
         log.warning("%s holds no checkpoint: the run begins again, with its rounds kept", folder)
     stop = StopOnSignal()
     with ExitStack() as at_the_end:
-        module, data = _build_training(parts, folder)
-        at_the_end.callback(data.collector.engine.close)
+        module, data = _build_training(parts, folder, at_the_end)
         loggers: list[Logger] = []
         exit_code = [1]  # what the loggers are told unless the fit ends well
         at_the_end.callback(lambda: finish(loggers, exit_code[0]))
@@ -230,19 +226,16 @@ def _build_trainer(
     )
 
 
-def _build_training(parts: Mapping[str, Any], folder: Path) -> tuple[BapoModule, RolloutDataModule]:
-    policy_options: PolicyOptions = parts["policy"]
+def _build_training(parts: Mapping[str, Any], folder: Path, at_the_end: ExitStack) -> tuple[BapoModule, RolloutDataModule]:
+    policy: PolicyOptions = parts["policy"]
     rollout, schedule, options = parts["rollout"], parts["schedule"], parts["trainer"]
-    path: Any = policy_options.path or policy_options.warm_start(parts["task"])  # type: ignore[misc]
-    source: dict[str, Any] = {"revision": policy_options.revision, "trust_remote_code": policy_options.trust_remote_code}
-    model = load_model(path, policy_options.dtype, **source)
-    reference = None
-    if parts["objective"].reference_kl:  # the policy as it was before training
-        frozen = load_model(path, policy_options.dtype, **source)
-        reference = CausalLMPolicy(frozen, rollout.sampling.temperature, policy_options.chunk_tokens)
-    engine = rollout.engine(model_path=path, dtype=DTYPES[policy_options.dtype], **source)
+    path, temperature = policy.model_path(parts["task"]), rollout.sampling.temperature
+    trained = policy.load(path, temperature, parts["seed"])
+    reference = policy.load_reference(path, temperature) if parts["objective"].reference_kl else None
+    engine = rollout.engine(model_path=path, dtype=DTYPES[policy.dtype], **policy.source)
+    at_the_end.callback(engine.close)
     module = BapoModule(
-        CausalLMPolicy(model, rollout.sampling.temperature, policy_options.chunk_tokens),
+        trained,
         parts["loss"],
         parts["objective"],
         parts["optimizer"],
@@ -250,8 +243,11 @@ def _build_training(parts: Mapping[str, Any], folder: Path) -> tuple[BapoModule,
         options.max_rounds * schedule.updates_per_round,
         reference,
     )
-    collector = Collector(engine, parts["task"], load_tokenizer(path, **source), parts["advantage"], rollout, parts["seed"])
-    data = RolloutDataModule(collector, schedule, folder / "rounds", parts["seed"])
+    tokenizer = load_tokenizer(path, **policy.source)
+    collector = Collector(engine, parts["task"], tokenizer, parts["advantage"], rollout, parts["seed"])
+    precisions = [DTYPES[policy.dtype], engine.dtype, torch.bfloat16 if options.precision == "bf16-mixed" else torch.float32]
+    tolerance = rollout.probe_tolerance or max(TOLERANCE[precision] for precision in precisions)
+    data = RolloutDataModule(collector, schedule, folder / "rounds", parts["seed"], tolerance)
     data.connect(module)
     return module, data
 

@@ -172,6 +172,14 @@ class LossOutput:
     metrics: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter as PEFT's files have it: `config` is adapter_config.json, `weights` are adapter_model.safetensors."""
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+
+
 class Loss(Protocol):
     """A policy loss: tally every micro-batch, sum the tallies, choose bounds once, then call on every micro-batch."""
 
@@ -208,16 +216,31 @@ class Task(Protocol):
         ...
 
 
+class EngineError(RuntimeError):
+    """The rollout engine failed, or cannot be trusted. What the trainer holds is whole and worth a checkpoint."""
+
+
 class RolloutEngine(Protocol):
     """Draws responses. Every response carries the version of the weights that made it.
 
-    An engine that has an attribute `max_positions`, the most tokens of prompt and response together, has it checked first.
+    Further attributes an engine may have: `max_positions`, the most tokens of prompt and response together, checked first;
+    `takes_adapter`, true if it is given a LoRA policy by `load_adapter(adapter, version)`; `shared`, true if one engine serves
+    all ranks, so that rank 0 alone loads it and the others are told by `set_version(version)`; `sleep()`, called when nothing
+    will be drawn until the next weights come; `counters`, metrics of its last `generate`.
     """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights it computes with."""
+        ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
-        """One rollout per request, in any order; join by (uid, sample_index)."""
+        """One rollout per request, in any order; join by (uid, sample_index). One that failed for good is left out.
+
+        Raises EngineError if nothing could be drawn.
+        """
         ...
 
     def close(self) -> None: ...
@@ -226,7 +249,13 @@ class RolloutEngine(Protocol):
 class PolicyHandle(Protocol):
     """What the data side may ask of the policy in training."""
 
-    def named_weights(self) -> Iterable[tuple[str, Tensor]]: ...
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Every weight of the whole model, one at a time, an adapter merged into it."""
+        ...
+
+    def adapter(self) -> Adapter | None:
+        """The adapter in training, for an engine that applies one itself; None for a policy trained whole."""
+        ...
 
     def score(self, batch: Batch) -> Scores:
         """Log-probs and entropies without a graph, on the CPU, whatever the size of `batch`."""

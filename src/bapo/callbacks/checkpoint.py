@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from bapo.run_folder import checkpoint_steps
+from bapo.types import EngineError
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,17 @@ class RunCheckpoint(ModelCheckpoint):
             steps = checkpoint_steps(folder)
             for path in [path for path, step in steps.items() if step < max(steps.values())]:
                 path.unlink()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """A failed engine takes no update with it: what was trained since the last checkpoint is saved."""
+        folder = Path(str(self.dirpath))
+        if not isinstance(exception, EngineError) or trainer.global_step in {0, *checkpoint_steps(folder).values()}:
+            return
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        if progress.processed == progress.started:
+            # Between two epochs. The one before is saved as at its last update, where every other checkpoint stands.
+            progress.processed = progress.completed = progress.completed - 1
+        trainer.save_checkpoint(folder / f"update={trainer.global_step:06d}.ckpt")
 
 
 class AtomicCheckpoints(TorchCheckpointIO):

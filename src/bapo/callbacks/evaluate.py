@@ -9,7 +9,7 @@ from typing import Any, Literal
 import lightning as L
 
 from bapo.evaluation import evaluate
-from bapo.rollouts.collector import Ranks
+from bapo.rollouts.ranks import Ranks
 from bapo.types import Prompt, SamplingParams, Task
 
 
@@ -37,6 +37,13 @@ class Evaluate(L.Callback):
         self.samples = samples
         self.max_prompts = max_prompts
         self.split = split
+        self.due = False  # begun and not finished: an engine that fails leaves it to the resumed run
+
+    def state_dict(self) -> dict[str, bool]:
+        return {"due": self.due}
+
+    def load_state_dict(self, state_dict: dict[str, bool]) -> None:
+        self.due = state_dict["due"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses prompts that cannot be drawn from before the first pool is drawn."""
@@ -44,7 +51,7 @@ class Evaluate(L.Callback):
         collector.check(self.split, self._prompts(collector.task), self.sampling, "callbacks.evaluate.sampling")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.global_step == 0:
+        if trainer.global_step == 0 or self.due:
             self._evaluate(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
@@ -60,9 +67,11 @@ class Evaluate(L.Callback):
 
     def _evaluate(self, trainer: L.Trainer, pl_module: Any) -> None:
         start = time.perf_counter()
+        self.due = True
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         data.on_phase("eval")
-        data.sync_engine()
+        ranks = Ranks(trainer.global_rank, trainer.world_size)
+        data.sync_engine(ranks)
         collector = data.collector
         found = evaluate(
             collector.engine,
@@ -72,8 +81,11 @@ class Evaluate(L.Callback):
             self.sampling,
             self.samples,
             collector.seed,
-            Ranks(trainer.global_rank, trainer.world_size),
+            ranks,
+            collector.options.prompt,
         )
         row = {f"eval/{self.split}/{name}": value for name, value in found.items()}
+        self.due = False
+        data.rest_engine()
         pl_module.log_row(row | {"time/eval": time.perf_counter() - start})
         data.on_phase("train")

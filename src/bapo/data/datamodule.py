@@ -10,8 +10,10 @@ from typing import Any
 
 import lightning as L
 
-from bapo.rollouts.collector import Collector, Ranks
+from bapo.rollouts.collector import Collector
 from bapo.rollouts.pool import Pool, load_meta, load_pool
+from bapo.rollouts.probe import PROMPTS, check_probe, probe
+from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import Schedule, deal_minibatches
 from bapo.types import MiniBatch, PolicyHandle
 
@@ -46,15 +48,17 @@ class RolloutDataModule(L.LightningDataModule):
     """Epoch n trains on the pool of round n // E. A pool is a file in `rounds_dir`: there -> loaded, not there -> collected.
 
     So `train_dataloader` may be called any number of times, and a resumed run keeps its calendar. `connect` gives it the policy
-    in training; `on_phase` is told "refill", "eval" and "train" as they begin.
+    in training; `on_phase` is told "refill", "eval" and "train" as they begin. probe_tolerance: how far, in nats, the engine's
+    log-probs may be from the policy's.
     """
 
-    def __init__(self, collector: Collector, schedule: Schedule, rounds_dir: Path, seed: int):
+    def __init__(self, collector: Collector, schedule: Schedule, rounds_dir: Path, seed: int, probe_tolerance: float):
         super().__init__()
         self.collector = collector
         self.schedule = schedule
         self.rounds_dir = rounds_dir
         self.seed = seed
+        self.probe_tolerance = probe_tolerance
         self.policy: PolicyHandle | None = None
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.drawn = -1  # the newest round there has been; with the checkpoint it says which files must exist
@@ -69,12 +73,35 @@ class RolloutDataModule(L.LightningDataModule):
     def connect(self, policy: PolicyHandle) -> None:
         self.policy = policy
 
-    def sync_engine(self) -> float:
-        """Hands the policy's weights to the engine; seconds it took."""
+    def sync_engine(self, ranks: Ranks) -> dict[str, float]:
+        """Hands the policy's weights to the engine and has it prove that it serves them. Returns what the sync measured.
+
+        Raises EngineError, on every rank, where the proof fails.
+        """
         assert self.policy is not None, "connect a policy first"
         start = time.perf_counter()
-        self.collector.engine.load_weights(self.policy.named_weights(), self.policy.version())
-        return time.perf_counter() - start
+        ranks.gather_from(lambda: self._load_engine(ranks))
+        collector, policy = self.collector, self.policy
+        sampling, pad_id = collector.options.sampling, int(collector.tokenizer.pad_token_id)
+        prompts = [collector.options.prompt.encode(collector.tokenizer, p) for p in collector.prompts[:PROMPTS]]
+        found = max(ranks.gather_from(lambda: probe(collector.engine, policy, prompts, sampling, pad_id)))
+        check_probe(found, self.probe_tolerance, sampling.temperature, policy.version())
+        return {"time/sync": time.perf_counter() - start, "mismatch/probe_max_diff": found}
+
+    def _load_engine(self, ranks: Ranks) -> None:
+        assert self.policy is not None
+        engine: Any = self.collector.engine
+        version = self.policy.version()
+        if getattr(engine, "shared", False) and ranks.rank > 0:
+            engine.set_version(version)
+        elif getattr(engine, "takes_adapter", False):
+            engine.load_adapter(self.policy.adapter(), version)
+        else:
+            engine.load_weights(self.policy.named_weights(), version)
+
+    def rest_engine(self) -> None:
+        """Nothing will be drawn until the next sync: an engine on the trainer's own device can free its memory."""
+        getattr(self.collector.engine, "sleep", lambda: None)()
 
     def train_dataloader(self) -> EpochLoader:
         assert self.trainer is not None
@@ -119,10 +146,12 @@ class RolloutDataModule(L.LightningDataModule):
             missing = round_index if round_index <= self.drawn else round_index - 1
             raise FileNotFoundError(f"{self.rounds_dir} holds no complete round {missing}; a run needs its rounds to resume")
         self.on_phase("refill")
-        sync = self.sync_engine()
+        sync = self.sync_engine(ranks)
         least_rows = self.schedule.minibatches_per_epoch * ranks.world  # every rank needs a row of every mini-batch
         pool = self.collector.collect(round_index, before, self.policy, least_rows, ranks)
-        pool.meta["timing"]["time/sync"] = sync
+        self.rest_engine()
+        pool.meta["timing"]["time/sync"] = sync.pop("time/sync")
+        pool.meta["metrics"] |= sync | getattr(self.collector.engine, "counters", {})
         if ranks.rank == 0:
             pool.save(self.rounds_dir)
         ranks.gather(None)  # nobody goes on before the file is there

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,50 +18,23 @@ from transformers import PreTrainedTokenizerBase
 
 from bapo.advantages import zero_variance
 from bapo.rollouts.pool import Pool, collate
+from bapo.rollouts.pool_metrics import Sample, mismatch_metrics, pool_metrics
+from bapo.rollouts.prompt_format import PLAIN, PromptFormat
+from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import prompt_slots
 from bapo.rollouts.seeds import derive_seed
-from bapo.types import Batch, PolicyHandle, Prompt, Request, Rollout, RolloutEngine, SamplingParams, Task
+from bapo.types import Batch, EngineError, PolicyHandle, Prompt, Request, RolloutEngine, SamplingParams, Task
 
 log = logging.getLogger(__name__)
 
 Advantage = Callable[[Tensor, Sequence[str]], Tensor]
-Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among the data-parallel ones."""
-
-    rank: int = 0
-    world: int = 1
-
-    def gather(self, item: Item) -> list[Item]:
-        """The item of every rank, in rank order, on every rank."""
-        if self.world == 1:
-            return [item]
-        items: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(items, item)
-        return items
-
-
-@dataclass(frozen=True)
-class Sample:
-    rollout: Rollout
-    reward: float
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
-    """The ids of a prompt, at least one."""
-    ids = tuple(tokenizer(prompt.text, add_special_tokens=False)["input_ids"])
-    if not ids:
-        raise ValueError(f"prompt {prompt.uid!r} has the text {prompt.text!r}; it must hold at least one token")
-    return ids
 
 
 def draw(
     engine: RolloutEngine,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
+    prompt_format: PromptFormat,
     prompts: Sequence[tuple[str, Prompt]],
     sampling: SamplingParams,
     samples: int,
@@ -68,18 +42,24 @@ def draw(
 ) -> list[Sample]:
     """`samples` judged responses to each (group uid, prompt), ordered by prompt, then sample index.
 
-    Whatever order the engine answers in, a response is joined to its prompt by (uid, sample index). Only its text goes to the
-    task; training sees the very ids that were drawn.
+    Whatever order the engine answers in, a response is joined to its prompt by (uid, sample index). A group of which the engine
+    lost a response is left out whole. Only texts go to the task; training sees the very ids that were drawn.
     """
     requests = []
     for uid, prompt in prompts:
-        ids = encode(tokenizer, prompt)
+        ids = prompt_format.encode(tokenizer, prompt)
         requests += [Request(uid, index, seed_of(uid, index), ids) for index in range(samples)]
     drawn = {(r.uid, r.sample_index): r for r in engine.generate(requests, sampling)}
-    if missing := len(requests) - len(drawn):
-        raise RuntimeError(f"the engine returned {len(drawn)} of {len(requests)} responses ({missing} missing)")
+    if stray := drawn.keys() - {(r.uid, r.sample_index) for r in requests}:
+        raise EngineError(f"the engine returned responses that nobody asked for, such as {min(stray)}")
+    whole = [(uid, prompt) for uid, prompt in prompts if all((uid, index) in drawn for index in range(samples))]
+    if lost := len(prompts) - len(whole):
+        log.warning(
+            "the engine returned %d of %d responses; %d of %d groups are incomplete and dropped",
+            len(drawn), len(requests), lost, len(prompts),
+        )  # fmt: skip
     judged = []
-    for uid, prompt in prompts:
+    for uid, prompt in whole:
         for index in range(samples):
             rollout = drawn[uid, index]
             text: Any = tokenizer.decode(list(rollout.response_ids), skip_special_tokens=True)
@@ -95,6 +75,9 @@ class RolloutOptions:
     """`prompts_per_round` groups of `group_size` (G) responses, drawn by `engine(model_path=...)`, make a pool.
 
     If too few groups have differing rewards to fill the mini-batches, further prompts are drawn, `max_attempts` times in all.
+    `prompt`: what a question looks like to the model, in training and evaluation. Training prompts of more than
+    `max_prompt_tokens` tokens are left out. probe_tolerance: nats by which engine and trainer may differ after a sync; None:
+    what `bapo.rollouts.probe` allows for their precision.
     """
 
     engine: Callable[..., RolloutEngine]
@@ -102,11 +85,16 @@ class RolloutOptions:
     prompts_per_round: int = 64
     group_size: int = 8
     max_attempts: int = 3
+    prompt: PromptFormat = PLAIN
+    max_prompt_tokens: int | None = None
+    probe_tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("prompts_per_round", 1), ("group_size", 1), ("max_attempts", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"rollout.{name} is {getattr(self, name)}; it must be >= {least}")
+        if self.probe_tolerance is not None and not 0 < self.probe_tolerance < math.inf:
+            raise ValueError(f"rollout.probe_tolerance is {self.probe_tolerance}; it must be > 0 and finite, or null")
+        for name in ("prompts_per_round", "group_size", "max_attempts", "max_prompt_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"rollout.{name} is {value}; it must be >= 1")
         if self.sampling.temperature <= 0:
             raise ValueError(f"rollout.sampling.temperature is {self.sampling.temperature}; training needs > 0")
 
@@ -123,8 +111,25 @@ class Collector:
     seed: int
 
     def __post_init__(self) -> None:
-        self.prompts = self.task.prompts("train")
+        self.prompts = self._short_enough(self.task.prompts("train"))
         self.check("train", self.prompts, self.options.sampling, "rollout.sampling")
+
+    def _short_enough(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """The training prompts of at most `max_prompt_tokens` tokens, as the model reads them; ValueError if there is none."""
+        most = self.options.max_prompt_tokens
+        if most is None:
+            return prompts
+        sizes = [len(self.options.prompt.encode(self.tokenizer, prompt)) for prompt in prompts]
+        kept = [prompt for prompt, size in zip(prompts, sizes, strict=True) if size <= most]
+        if prompts and not kept:
+            raise ValueError(f"rollout.max_prompt_tokens is {most}; it must be >= {min(sizes)}, the shortest training prompt")
+        if left_out := [prompt.uid for prompt, size in zip(prompts, sizes, strict=True) if size > most]:
+            some = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+            log.warning(
+                "%d of %d training prompts are left out: longer than rollout.max_prompt_tokens=%d (%s)",
+                len(left_out), len(prompts), most, some,
+            )  # fmt: skip
+        return kept
 
     def check(self, split: str, prompts: Sequence[Prompt], sampling: SamplingParams, field: str) -> None:
         """ValueError for prompts of a split from which nothing can be drawn. `field`: where the config holds `sampling`."""
@@ -134,7 +139,7 @@ class Collector:
         uid, count = Counter(prompt.uid for prompt in prompts).most_common(1)[0]
         if count > 1:
             raise ValueError(f"{where}: {count} prompts have the uid {uid!r}; every uid must differ")
-        longest = max(len(encode(self.tokenizer, prompt)) for prompt in prompts)
+        longest = max(len(self.options.prompt.encode(self.tokenizer, prompt)) for prompt in prompts)
         positions = getattr(self.engine, "max_positions", None)
         if positions is not None and longest + sampling.max_tokens > positions:
             raise ValueError(
@@ -149,7 +154,7 @@ class Collector:
         Raises RuntimeError when `max_attempts` draws of `prompts_per_round` groups hold too few groups with differing rewards.
         """
         start = time.perf_counter()
-        position = before.get("next_prompt", 0)
+        position = first = before.get("next_prompt", 0)
         samples: list[Sample] = []
         for _ in range(self.options.max_attempts):
             samples += self._draw(round_index, position, ranks)
@@ -172,6 +177,7 @@ class Collector:
         pad_id = self.tokenizer.pad_token_id
         batch = collate(trained, rewards[rows], advantages[rows], int(pad_id))
         batch = self._score(batch, policy, ranks)
+        drawn = pool_metrics(samples, rewards, kept, self.options.group_size, asked=position - first)
         meta = {
             "round": round_index,
             "policy_version": policy.version(),
@@ -179,7 +185,7 @@ class Collector:
             "tokens_total": before.get("tokens_total", 0) + sum(len(s.rollout.response_ids) for s in samples),
             "sampling": asdict(self.options.sampling),
             "tokenizer": self.tokenizer.name_or_path,
-            "metrics": pool_metrics(samples, rewards, kept, self.options.group_size) | mismatch_metrics(batch),
+            "metrics": drawn | mismatch_metrics(batch),
             "timing": {"time/refill": time.perf_counter() - start},
         }
         return Pool(batch, tuple((r.uid, r.sample_index, r.seed) for r in trained), meta)
@@ -188,17 +194,22 @@ class Collector:
         slots = prompt_slots(len(self.prompts), position, self.options.prompts_per_round, self.seed)
         # A prompt comes back in every data epoch; as a group it is new each time.
         groups = [(f"{self.prompts[index].uid}@{data_epoch}", self.prompts[index]) for index, data_epoch in slots]
-        mine = draw(
-            self.engine,
-            self.task,
-            self.tokenizer,
-            groups[ranks.rank :: ranks.world],
-            self.options.sampling,
-            self.options.group_size,
-            lambda uid, index: derive_seed(self.seed, "train", round_index, uid, index),
+        parts = ranks.gather_from(
+            lambda: draw(
+                self.engine,
+                self.task,
+                self.tokenizer,
+                self.options.prompt,
+                groups[ranks.rank :: ranks.world],
+                self.options.sampling,
+                self.options.group_size,
+                lambda uid, index: derive_seed(self.seed, "train", round_index, uid, index),
+            )
         )
-        by_id = {(s.rollout.uid, s.rollout.sample_index): s for part in ranks.gather(mine) for s in part}
-        return [by_id[uid, index] for uid, _ in groups for index in range(self.options.group_size)]
+        by_group: dict[str, list[Sample]] = {uid: [] for uid, _ in groups}
+        for sample in itertools.chain(*parts):
+            by_group[sample.rollout.uid].append(sample)
+        return list(itertools.chain(*by_group.values()))  # in the order of the prompts, whoever drew them
 
     def _score(self, batch: Batch, policy: PolicyHandle, ranks: Ranks) -> Batch:
         """Behaviour log-probs from the trainer itself: the engine's may come from other kernels or another precision."""
@@ -214,38 +225,3 @@ class Collector:
             scored[:, rank :: ranks.world] = part
         behaviour, entropy, reference = scored
         return replace(batch, behaviour_logprobs=behaviour, behaviour_entropy=entropy, reference_logprobs=reference)
-
-
-def pool_metrics(samples: Sequence[Sample], rewards: Tensor, kept: Tensor, group_size: int) -> dict[str, float]:
-    """`rollout/*` over every response drawn, kept or not."""
-    lengths = torch.tensor([len(s.rollout.response_ids) for s in samples], dtype=torch.float64)
-    right = rewards > 0
-    texts: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-    for sample in samples:
-        texts[sample.rollout.uid].add(sample.rollout.response_ids)
-
-    def mean(values: Tensor) -> float:
-        return float(values.double().mean()) if len(values) else 0.0
-
-    return {
-        "rollout/reward_mean": mean(rewards),
-        "rollout/reward_std": float(rewards.double().std(correction=0)),
-        "rollout/zero_std_frac": 1.0 - mean(kept),
-        "rollout/groups_drawn": float(len(texts)),
-        "rollout/groups_kept": float(int(kept.sum()) // group_size),
-        "rollout/response_length_mean": mean(lengths),
-        "rollout/response_length_correct_mean": mean(lengths[right]),
-        "rollout/response_length_incorrect_mean": mean(lengths[~right]),
-        "rollout/truncated_frac": mean(torch.tensor([s.rollout.finish_reason == "length" for s in samples])),
-        "rollout/unique_frac": sum(len(t) for t in texts.values()) / len(samples),
-    }
-
-
-def mismatch_metrics(batch: Batch) -> dict[str, float]:
-    """`mismatch/*`: the engine's log-probs of the drawn tokens against the trainer's."""
-    gap = (batch.behaviour_logprobs - batch.sampler_logprobs)[batch.response_mask].double()
-    return {
-        "mismatch/kl_k3": float((gap.exp() - 1 - gap).mean()),
-        "mismatch/logp_abs_diff_mean": float(gap.abs().mean()),
-        "mismatch/logp_abs_diff_max": float(gap.abs().max()),
-    }

@@ -102,6 +102,7 @@ class HFEngine:
             str(model_path), dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
         )
         self.model = model.to(device).eval()
+        self.dtype = dtype
         eos = self.model.generation_config.eos_token_id
         if eos is None:
             raise ValueError(f"{model_path}: generation_config.json names no eos_token_id; responses could never end")

@@ -1,0 +1,54 @@
+"""What a pool's row of the log says of how it was drawn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bapo.types import Batch, Rollout
+
+
+@dataclass(frozen=True)
+class Sample:
+    rollout: Rollout
+    reward: float
+
+
+def pool_metrics(samples: Sequence[Sample], rewards: Tensor, kept: Tensor, group_size: int, asked: int) -> dict[str, float]:
+    """`rollout/*` over every response drawn, kept or not. asked: groups that the engine was asked for."""
+    lengths = torch.tensor([len(s.rollout.response_ids) for s in samples], dtype=torch.float64)
+    right = rewards > 0
+    texts: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for sample in samples:
+        texts[sample.rollout.uid].add(sample.rollout.response_ids)
+
+    def mean(values: Tensor) -> float:
+        return float(values.double().mean()) if len(values) else 0.0
+
+    return {
+        "rollout/reward_mean": mean(rewards),
+        "rollout/reward_std": float(rewards.double().std(correction=0)),
+        "rollout/zero_std_frac": 1.0 - mean(kept),
+        "rollout/groups_drawn": float(len(texts)),
+        "rollout/groups_lost": float(asked - len(texts)),
+        "rollout/groups_kept": float(int(kept.sum()) // group_size),
+        "rollout/response_length_mean": mean(lengths),
+        "rollout/response_length_correct_mean": mean(lengths[right]),
+        "rollout/response_length_incorrect_mean": mean(lengths[~right]),
+        "rollout/truncated_frac": mean(torch.tensor([s.rollout.finish_reason == "length" for s in samples])),
+        "rollout/unique_frac": sum(len(t) for t in texts.values()) / len(samples),
+    }
+
+
+def mismatch_metrics(batch: Batch) -> dict[str, float]:
+    """`mismatch/*`: the engine's log-probs of the drawn tokens against the trainer's."""
+    gap = (batch.behaviour_logprobs - batch.sampler_logprobs)[batch.response_mask].double()
+    return {
+        "mismatch/kl_k3": float((gap.exp() - 1 - gap).mean()),
+        "mismatch/logp_abs_diff_mean": float(gap.abs().mean()),
+        "mismatch/logp_abs_diff_max": float(gap.abs().max()),
+    }

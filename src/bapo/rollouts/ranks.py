@@ -1,0 +1,43 @@
+"""A process among the data-parallel ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from bapo.types import EngineError
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the data-parallel ones."""
+
+    rank: int = 0
+    world: int = 1
+
+    def gather(self, item: Item) -> list[Item]:
+        """The item of every rank, in rank order, on every rank."""
+        if self.world == 1:
+            return [item]
+        items: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(items, item)
+        return items
+
+    def gather_from(self, work: Callable[[], Item]) -> list[Item]:
+        """What `work` gives every rank. If an engine failed on one, all raise EngineError, so that nobody waits for ever."""
+        if self.world == 1:
+            return [work()]
+        item, failure = None, ""
+        try:
+            item = work()
+        except EngineError as error:
+            failure = f"rank {self.rank}: {error}"
+        parts = self.gather((item, failure))
+        if failures := [text for _, text in parts if text]:
+            raise EngineError("; ".join(failures))
+        return [part for part, _ in parts]  # type: ignore[misc]

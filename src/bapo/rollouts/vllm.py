@@ -1,0 +1,235 @@
+"""Rollouts from vLLM in this process's charge: its `LLM` runs the model in processes of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo.rollouts.vllm_options import VLLMOptions, eos_ids
+from bapo.rollouts.weight_files import open_sync_folder, write_adapter, write_weights
+from bapo.rollouts.weight_transfer import WeightTransfer
+from bapo.types import Adapter, EngineError, Request, Rollout, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VLLMRollouts(VLLMOptions):
+    """Called with a model: its engine, in processes of this one. Every rank has one of its own, on its own GPU."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_vllm()
+
+    def __call__(
+        self,
+        model_path: str | Path,
+        dtype: torch.dtype = torch.float32,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> VLLMEngine:
+        dtype = self.engine_dtype(dtype)
+        eos = eos_ids(model_path, revision, trust_remote_code)
+        before = set(_children())
+        llm = _start(self, {**self.arguments(model_path, dtype, revision, trust_remote_code), **self.engine_args})
+        return VLLMEngine(self, llm, eos, dtype, [p for p in _children() if p not in before])
+
+
+@contextmanager
+def _set_up_environment(options: VLLMRollouts) -> Iterator[None]:
+    """The environment and signal mask that the engine's processes inherit.
+
+    A rank's engine uses the rank's own GPUs. Ctrl-C in a terminal reaches every process of the run; the engine's must not hear
+    it, as the trainer finishes its update first and ends them itself.
+    """
+    before = dict(os.environ)
+    os.environ.update(options.environment())
+    if torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        first = int(os.environ.get("LOCAL_RANK", 0)) * options.tensor_parallel_size
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[first : first + options.tensor_parallel_size])
+    if options.weight_sync == "ipc":
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
+            "1"  # handles on GPU memory go through the pipe to the engine's own process
+        )
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _start(options: VLLMRollouts, arguments: Mapping[str, Any]) -> Any:
+    with _set_up_environment(options):
+        from vllm import LLM  # here, as it reads the environment; it takes seconds, and is not installed everywhere
+
+        llm = LLM(**arguments, disable_log_stats=True, use_tqdm_on_load=False)
+        llm.collective_rpc("follow", args=(os.getpid(),))
+    return llm
+
+
+class VLLMEngine:
+    """RolloutEngine on a `vllm.LLM`: asleep or awake, and with a complete set of weights (`version` >= 0) or without."""
+
+    def __init__(self, options: VLLMOptions, llm: Any, eos: Sequence[int], dtype: torch.dtype, processes: Sequence[Any] = ()):
+        self.options = options
+        self.llm = llm
+        self.eos = tuple(eos)
+        self.dtype = dtype
+        self.version = -1
+        self.takes_adapter = options.lora_sync == "native"
+        self.max_positions: int = llm.llm_engine.model_config.max_model_len
+        self.folder = open_sync_folder(options.sync_dir)
+        self._transfer = None if options.weight_sync == "files" else WeightTransfer(options, self._rpc)
+        self._adapter: Any = None
+        self._processes = processes
+        self._asleep = False
+        self.sleep()
+
+    def _rpc(self, method: str, kwargs: Mapping[str, Any]) -> list[Any]:
+        return self.llm.collective_rpc(method, timeout=self.options.timeout_s, kwargs=dict(kwargs))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        with self._updating(version):
+            if self._transfer is not None:
+                self._transfer.send(weights)
+                return
+            source = write_weights(self.folder, weights, version, self.dtype)
+            try:
+                for found, _ in self._rpc("load_policy_weights", {"folder": str(source)}):
+                    if found != version:
+                        raise RuntimeError(f"the engine took version {found} of the weights, not {version}")
+            finally:
+                shutil.rmtree(source)
+
+    def load_adapter(self, adapter: Adapter, version: int) -> None:
+        """As `load_weights`, for a LoRA policy whose base weights the engine has from its model folder."""
+        from vllm.lora.request import LoRARequest
+
+        with self._updating(version):
+            # vLLM reads the folder at the first request that names it, and keeps what it has read by its id.
+            source = write_adapter(self.folder, adapter, version)
+            if self._adapter is not None:
+                self.llm.llm_engine.remove_lora(self._adapter.lora_int_id)
+                shutil.rmtree(self._adapter.lora_path)
+            self._adapter = LoRARequest(f"policy-{version}", version + 1, str(source), load_inplace=True)
+            self.llm.llm_engine.add_lora(self._adapter)
+
+    @contextmanager
+    def _updating(self, version: int) -> Iterator[None]:
+        """Wakes up to take weights; when they are all there the cache of the old ones is dropped, and the version is theirs."""
+        self.version = -1
+        with _engine_errors("could not take the weights"):
+            if self._asleep:
+                self.llm.wake_up(tags=["weights"])
+            yield
+            if self._asleep:
+                self.llm.wake_up(tags=["kv_cache"])
+                self._asleep = False
+            if not self.llm.reset_prefix_cache():
+                raise RuntimeError("it still has requests of the weights before, and its prefix cache could not be reset")
+        self.version = version
+
+    def sleep(self) -> None:
+        """Frees the engine's GPU memory until the next weights come, if it was configured to."""
+        if self.options.sleeps and not self._asleep:
+            self.llm.sleep(level=self.options.sleep_level)
+            self._asleep = True
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Rollout]:
+        if self._asleep:
+            raise RuntimeError("the engine is asleep: load_weights wakes it")
+        if self.version < 0:
+            raise RuntimeError("the engine holds no complete set of weights: call load_weights first")
+        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
+        params = [vllm_sampling(request.seed, sampling, self.eos) for request in requests]
+        with _engine_errors("could not generate"):
+            outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter) if prompts else []
+        drawn = [self._rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
+        return [rollout for rollout in drawn if rollout is not None]
+
+    def _rollout(self, request: Request, output: Any) -> Rollout | None:
+        if tuple(output.prompt_token_ids) != request.prompt_ids:
+            raise RuntimeError(f"the engine answered another prompt than that of {request.uid!r}")
+        (answer,) = output.outputs
+        if answer.finish_reason not in ("stop", "length"):
+            log.warning("prompt %r, sample %d: vLLM ended it as %r", request.uid, request.sample_index, answer.finish_reason)
+            return None
+        ids = tuple(answer.token_ids)
+        return Rollout(
+            uid=request.uid,
+            sample_index=request.sample_index,
+            seed=request.seed,
+            prompt_ids=request.prompt_ids,
+            response_ids=ids,
+            sampler_logprobs=tuple(of_sampled[token].logprob for token, of_sampled in zip(ids, answer.logprobs, strict=True)),
+            finish_reason=answer.finish_reason,
+            policy_version=self.version,
+        )
+
+    def close(self) -> None:
+        """Ends every process of the engine and takes away what lies in the sync folder. Safe to call again."""
+        if self.llm is None:
+            return
+        with suppress(Exception):  # one that has died cannot be shut down
+            self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        _end(self._processes)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def _engine_errors(what: str) -> Iterator[None]:
+    """vLLM raises many classes, some of its own; to a run they are one."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineError(f"vLLM {what}: {type(error).__name__}: {error}") from error
+
+
+def vllm_sampling(seed: int, sampling: SamplingParams, eos: Sequence[int]) -> Any:
+    """vLLM's own sampling parameters of one request: log-probs of the sampled token only, no text, the given ids end it."""
+    from vllm import SamplingParams as VLLMSampling
+
+    return VLLMSampling(
+        n=1,
+        seed=seed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        logprobs=0,
+        detokenize=False,
+        ignore_eos=True,  # the tokenizer's; those of the generation config count
+        stop_token_ids=list(eos),
+    )
+
+
+def _children() -> list[Any]:
+    import psutil
+
+    return psutil.Process().children(recursive=True)
+
+
+def _end(processes: Sequence[Any]) -> None:
+    """Waits a little for processes that have been asked to end, then kills what is left."""
+    import psutil
+
+    engine = [p for p in processes if p.is_running()]
+    _, alive = psutil.wait_procs(engine, timeout=10)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=10)

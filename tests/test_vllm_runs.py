@@ -1,0 +1,127 @@
+"""Whole runs on vLLM, as a user starts them: they end well, or badly, and no process outlives them."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("vllm")
+psutil = pytest.importorskip("psutil")
+
+VLLM = ("+experiment=smoke", "rollout=vllm", "rollout.engine.enforce_eager=true")
+
+
+@pytest.fixture
+def start(cache_dir, tmp_path) -> Iterator:
+    """Starts `train.py` in a session of its own; what is left of it at the end of the test is killed."""
+    started: list[subprocess.Popen] = []
+    sync = tmp_path / "sync"
+    sync.mkdir()
+
+    def begin(*overrides: str) -> subprocess.Popen:
+        command = [sys.executable, "train.py", *overrides]
+        log = (tmp_path / "screen.log").open("a")
+        started.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def overrides(cache_dir: Path, tmp_path: Path) -> list[str]:
+    run = tmp_path / "run"
+    return [
+        *VLLM,
+        f"policy.warm_start.cache_dir={cache_dir}",
+        f"hydra.run.dir={run}",
+        f"rollout.engine.sync_dir={tmp_path / 'sync'}",
+    ]
+
+
+def wait_for(condition, seconds: float, screen: Path):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.2)
+    raise AssertionError(screen.read_text()[-3000:])
+
+
+def session(pid: int) -> list:
+    """The processes of a session, but for the little helper of Python's own that cleans up after it."""
+    alive = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            helper = any("resource_tracker" in word for word in process.info["cmdline"] or [])
+            if os.getsid(process.pid) == pid and not helper and process.info["status"] != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    if not (run / "metrics.csv").is_file():
+        return []
+    with (run / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_is_stopped_by_a_signal_resumed_and_finished(start, cache_dir, tmp_path):
+    screen, run = tmp_path / "screen.log", tmp_path / "run"
+    first = start(*overrides(cache_dir, tmp_path), "trainer.max_rounds=6")
+    wait_for(lambda: [row for row in rows(run) if row.get("policy/loss")], 300, screen)
+    # As a terminal does it: every process of the group hears Ctrl-C, and the engine's must not.
+    os.killpg(first.pid, signal.SIGINT)
+    assert first.wait(120) == 128 + signal.SIGINT, screen.read_text()[-3000:]
+    assert json.loads((run / "status.json").read_text())["status"] == "interrupted"
+    assert wait_for(lambda: session(first.pid) == [], 10, screen)
+    assert list((tmp_path / "sync").iterdir()) == []
+
+    second = start(f"resume={run}")
+    assert second.wait(300) == 0, screen.read_text()[-3000:]
+    assert json.loads((run / "status.json").read_text())["status"] == "finished"
+    assert wait_for(lambda: session(second.pid) == [], 10, screen)
+    assert list((tmp_path / "sync").iterdir()) == []
+    drawn = [row for row in rows(run) if row.get("mismatch/probe_max_diff")]
+    assert [row["rollout/round"] for row in drawn] == [str(index) for index in range(6)]
+    assert all(0 < float(row["mismatch/probe_max_diff"]) < 1e-3 for row in drawn)
+    assert all(float(row["mismatch/logp_abs_diff_max"]) < 1e-3 for row in drawn)
+    assert float(drawn[-1]["trainer/global_step"]) == 21
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["TERM", "KILL"])
+def test_no_process_outlives_a_killed_run(start, cache_dir, tmp_path, number, code):
+    screen = tmp_path / "screen.log"
+    process = start(*overrides(cache_dir, tmp_path), "trainer.max_rounds=500")
+    wait_for(lambda: [row for row in rows(tmp_path / "run") if row.get("policy/loss")], 300, screen)
+    assert len(session(process.pid)) >= 3  # the trainer, vLLM's core and its worker
+    process.send_signal(number)
+    assert process.wait(120) == code, screen.read_text()[-3000:]
+    assert wait_for(lambda: session(process.pid) == [], 10, screen)
+
+
+def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(start, cache_dir, tmp_path):
+    screen, run = tmp_path / "screen.log", tmp_path / "run"
+    process = start(*overrides(cache_dir, tmp_path), "trainer.max_rounds=500", "callbacks.checkpoint.every_n_updates=100000")
+    wait_for(lambda: [row for row in rows(run) if row.get("policy/loss")], 300, screen)
+    for child in session(process.pid):
+        if "Worker" in " ".join(child.cmdline()):
+            child.kill()
+    assert process.wait(120) == 1, screen.read_text()[-3000:]
+    assert "error: vLLM could not" in screen.read_text()
+    assert json.loads((run / "status.json").read_text())["status"] == "failed"
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    assert checkpoint.name == f"update={int(float(rows(run)[-1]['trainer/global_step'])):06d}.ckpt"
+    assert wait_for(lambda: session(process.pid) == [], 10, screen)
