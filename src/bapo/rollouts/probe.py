@@ -48,6 +48,6 @@ def check_probe(found: float, tolerance: float, temperature: float, version: int
     raise ProbeError(
         f"after the sync of policy version {version} the engine's log-probs differ from the trainer's by {found:.3g} nats; "
         f"rollout.probe_tolerance allows {tolerance:g}. Nothing was trained on what it draws. Likely causes: the engine kept "
-        "old weights or a stale output head; it serves another model or LoRA adapter; its log-probs are not those at temperature "
-        f"{temperature:g}; its precision is below the trainer's (rollout.engine.dtype), and the tolerance must be set for it."
+        "old weights or a stale output head; it serves another model or LoRA adapter; its log-probs are not those at "
+        f"temperature {temperature:g}; its precision is below the trainer's (rollout.engine.dtype): set the tolerance for it."
     )

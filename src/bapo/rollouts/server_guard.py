@@ -1,0 +1,59 @@
+"""Ends a session of processes whole. As a program of its own, it does so when another process is no more, be it by kill -9.
+
+Imports next to nothing, as it runs beside every server.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+
+def members(session: int) -> list[Any]:
+    """The living processes of a session, as psutil has them."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == session and is_alive(process):
+                found.append(process)
+    return found
+
+
+def is_alive(process: Any) -> bool:
+    """Is it there, and more than the entry of one that has ended? While a thread of it lives, its sockets are open."""
+    try:
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill_session(session: int, timeout_s: float = 10.0) -> list[Any]:
+    """Kills every process of a session, those too that it starts meanwhile. Returns what is left after `timeout_s`.
+
+    Python's resource trackers end by themselves when the others have, and take away the shared memory that those had; they are
+    killed if they have not by half of `timeout_s`.
+    """
+    begun = time.monotonic()
+    while (left := members(session)) and time.monotonic() < begun + timeout_s:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                if time.monotonic() > begun + timeout_s / 2 or "multiprocessing.resource_tracker" not in str(process.cmdline()):
+                    process.kill()
+        time.sleep(0.02)
+    return left
+
+
+def main(owner: int, server: int, session: int) -> None:
+    """owner, server: pidfds. When one of them ends, so does everything of `session`."""
+    select.select([owner, server], [], [])
+    kill_session(session)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
