@@ -11,7 +11,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,29 @@ from conftest import REPOSITORY, run_experiment
 from hydra import compose, initialize_config_dir
 from lightning import Callback
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from bapo import run_folder
 from bapo.cli import explain
 from bapo.config_check import all_keys, check_hydra_keys
 from bapo.losses import BapoLoss, BoundRange, FixedClipLoss
+from bapo.policy.smollm2 import SmolLM2
+from bapo.policy.tiny_qwen3 import tiny_qwen3
+from bapo.rollouts.hf import HFEngine
+from bapo.rollouts.vllm import VLLMRollouts
+from bapo.rollouts.vllm_server import VLLMServerRollouts
 from bapo.run import build_parts
 from bapo.run_folder import register_resolvers
+from bapo.tasks.arithmetic import Arithmetic
+from bapo.tasks.gsm8k import GSM8K
 from bapo.warm_start import WarmStart
 
 CONF = REPOSITORY / "conf"
 OVERLAYS = ("experiment", "sweep")
+ADDED = (*OVERLAYS, "lora")  # groups that no default list chooses from
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -93,7 +105,54 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Every file.
 
-FILES = sorted(path.relative_to(CONF).with_suffix("") for path in CONF.glob("*/*.yaml"))
+FILES = sorted(path.relative_to(CONF).with_suffix("") for path in CONF.glob("*/*.yaml") if path.stem[0] != "_")
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that reads any text, a token per byte, with a chat template that can think."""
+    backend = Tokenizer(BPE({symbol: index for index, symbol in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{{ '' if enable_thinking else '<>' }}"
+    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 10_240}
+    folder = tmp_path_factory.mktemp("byte_model")
+    tiny_qwen3(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def stand_ins(byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Called with a command line: what it trains with here, whatever model, data, engine or device it asks for."""
+
+    def engine(self: Any, model_path: Path, **load: Any) -> HFEngine:
+        return HFEngine(model_path, 64, "cpu", **load)
+
+    def replaced(*overrides: str) -> list[str]:
+        for rollouts in (VLLMRollouts, VLLMServerRollouts):
+            monkeypatch.setattr(rollouts, "__call__", engine)
+            monkeypatch.setattr(rollouts, "require_vllm", lambda self: None)
+        monkeypatch.setattr(SmolLM2, "__call__", lambda self, task: byte_model)
+        cfg, more = composed(*overrides), []
+        if cfg.trainer.accelerator == "gpu":
+            more += ["trainer.accelerator=cpu", "trainer.devices=1", "trainer.strategy=auto"]
+        if cfg.policy.warm_start is None:
+            more += [f"policy.path={byte_model}"]
+        if cfg.task._target_.endswith("GSM8K"):
+            rows = "".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) + "\n" for n in range(200))
+            for split in ("train", "test"):
+                (tmp_path / f"{split}.jsonl").write_text(rows)
+            more += [f"task.path={tmp_path}"]
+        if cfg.policy.warm_start is None or cfg.policy.warm_start._target_.endswith("SmolLM2"):  # the model knows nothing
+            monkeypatch.setattr(GSM8K, "verify", lambda self, prompt, response: len(response) % 2)
+            monkeypatch.setattr(Arithmetic, "verify", lambda self, prompt, response: len(response) % 2)
+            more += ["rollout.max_prompt_tokens=512"]  # a token per byte
+        return more
+
+    return replaced
 
 
 def choice(file: Path) -> list[str]:
@@ -105,18 +164,27 @@ def choice(file: Path) -> list[str]:
         return [f"task={task}", f"loss={loss}"]
     if group == "loss_objective":  # taken by itself, with the loss it is named after
         return [f"loss={name}"]
-    return [f"{'+' if group in OVERLAYS else ''}{group}={name}"]
+    return [f"{'+' if group in ADDED else ''}{group}={name}"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 @pytest.mark.usefixtures("no_report")
-def test_every_file_of_conf_trains(file: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_of_conf_trains(
+    file: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_ins: Callable[..., list[str]]
+) -> None:
+    """Experiments and engines with stand-ins for what is not here: `stand_ins`."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     chosen = choice(file)
     if file.parts == ("policy", "hub"):
         chosen.append(f"policy.path={warm_model(cache_dir)}")
+    if file.parts == ("policy", "smollm2"):
+        chosen.append("task=arithmetic")
+    if file.parts == ("task", "gsm8k"):
+        chosen += ["policy=hub", "policy.path=any"]
     keep = ["schedule"] if file.parts[0] in ("schedule", *OVERLAYS) else []
     overrides = shrunk(*chosen, keep=keep, cache_dir=cache_dir)
+    if file.parts[0] in ("experiment", "rollout", "task") or file.name == "smollm2":
+        overrides += stand_ins(*overrides)
     cfg = composed(*overrides)
     if cfg.trainer.accelerator == "gpu" and not torch.accelerator.device_count():
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
@@ -133,6 +201,14 @@ def test_every_file_of_conf_trains(file: Path, cache_dir: Path, tmp_path: Path, 
     made = {"wandb": "wandb/offline-run-*/*.wandb", "tensorboard": "tensorboard/events.*"}
     for name in cfg.logger:
         assert len(list(tmp_path.glob(made[name]))) == 1, name
+
+
+@pytest.mark.slow
+def test_vllm_tiny_trains_on_vllm(cache_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    metrics = run_experiment(tmp_path, "+experiment=vllm_tiny", f"policy.warm_start.cache_dir={cache_dir}")
+    assert metrics["trainer/global_step"] == 12
+    assert 0 < metrics["mismatch/probe_max_diff"] < 1e-3
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.parts[0] in OVERLAYS], ids=str)
@@ -221,7 +297,7 @@ REFUSED = {
     "+loss.target_positive_ratoi=.3": f"'loss.target_positive_ratoi'; nearest: 'loss.target_positive_ratio'; {HERE_ARE}",
     "modle.lr=1": "unknown key 'modle.lr'; nearest: 'optimizer.lr'",
     "+modle.lr=1": "unknown key 'modle'; nearest: 'policy.warm_start.model'; known here: advantage, callbacks",
-    "+lerning_rate=1": "unknown key 'lerning_rate'; known here: advantage, callbacks, logger, loss, name",
+    "+lerning_rate=1": "unknown key 'lerning_rate'; known here: advantage, callbacks, explain, logger, loss, name",
     "+callbacks.checkpoint.every_n_update=3": "unknown key 'callbacks.checkpoint.every_n_update'; nearest: "
     "'callbacks.checkpoint.every_n_updates'",
     "+policy.warm_start.model.hiden_size=8": "policy.warm_start.model has hiden_size; it takes hidden_size, intermediate_size",
@@ -230,7 +306,7 @@ REFUSED = {
     "hydra.run.dri=x": "unknown key 'hydra.run.dri'",
     # files that are not there
     "loss=no_such_loss": "Could not find 'loss/no_such_loss' Available options in 'loss': adaptive_ratio asymmetric_high",
-    "+experiment=nope": "Could not find 'experiment/nope' Available options in 'experiment': fixed_bounds",
+    "+experiment=nope": "Could not find 'experiment/nope' Available options in 'experiment': bapo_octothinker_3b",
     "loss=null": "loss=null: a group cannot be null",
     # what is no object, or no call of Hydra's own
     "+callbacks.foo=3": "callbacks.foo is 3; it must be a section with a _target_, or null, which leaves it out",
@@ -290,6 +366,11 @@ REFUSED = {
     "rollout.engine.device=cuda:99": "rollout.engine.device is 'cuda:99'; on this machine it must be one of auto, cpu",
     "rollout.engine.device=meta": "rollout.engine.device is 'meta'; on this machine it must be one of auto, cpu",
     "rollout.engine.device=cpuu": "rollout.engine.device is 'cpuu'; on this machine it must be one of auto, cpu",
+    "rollout.max_prompt_tokens=0": "rollout.max_prompt_tokens is 0; it must be >= 1",
+    "rollout.prompt.kind=chatt": "rollout.prompt.kind is 'chatt'; it must be one of plain, chat",
+    "rollout.prompt.system=x": "rollout.prompt.system is 'x'; it goes with rollout.prompt.kind chat only",
+    "rollout.prompt.examples=[a]": "rollout.prompt.examples is ['a']; it must be a list whose every item is [a text, a text]",
+    "rollout.prompt.template=x": "rollout.prompt.template is 'x'; it must hold {text}, the question, once",
     "schedule.epochs_per_round=0": "schedule.epochs_per_round is 0; it must be >= 1",
     "schedule.minibatches_per_epoch=7": "schedule.minibatches_per_epoch is 7, which does not divide the pool of "
     "rollout.prompts_per_round * rollout.group_size = 64 * 8 = 512 responses; 1, 2, 4, 8 would",
@@ -312,12 +393,25 @@ REFUSED = {
     "trainer.accelerator=tpu": "trainer.accelerator is 'tpu'; it must be one of auto, cpu, gpu",
     "trainer=gpu trainer.devices=999": "trainer.devices is 999 with trainer.accelerator gpu; this machine has",
     "policy.dtype=float17": "policy.dtype is 'float17'; it must be one of float32, bfloat16",
+    "policy.lora.r=8": "unknown key 'policy.lora.r'; nearest: 'policy.lora'",
+    "+policy.lora.r=8": "policy.lora is {'r': 8}, without a _target_; +lora=default makes the section",
+    "+lora=default policy.lora.rank=8": "unknown key 'policy.lora.rank'; nearest: 'policy.lora.r'",
+    "+lora=default policy.lora.r=0": "policy.lora.r is 0; it must be >= 1",
+    "+lora=default policy.lora.alpha=big": "policy.lora.alpha is 'big'; it must be a number",
+    "+lora=default policy.lora.dropout=1": "policy.lora.dropout is 1; it must be in [0, 1)",
+    "+lora=default policy.lora.target_modules=[]": "policy.lora.target_modules is []; it must be a list of module names",
+    "+lora=default policy.lora.target_modules=q_proj": "policy.lora.target_modules is 'q_proj'; it must be a list whose every "
+    "item is a text or one of all-linear",
+    "policy.gradient_checkpointing=1": "policy.gradient_checkpointing is 1; it must be true or false",
     "policy.warm_start=null": "policy.path is None and policy.warm_start is null; exactly one must be given",
     "policy.path=./nothing": "policy.path is './nothing' and policy.warm_start is given; exactly one must be given",
     "policy=hub policy.path=./nothing": "policy.path is './nothing'; there is no config.json in that folder",
     """policy=hub "policy.path='~/nothing'" """: "policy.path is '~/nothing'; there is no config.json in that folder",
     "policy.warm_start.steps=0": "policy.warm_start.steps is 0; it must be an integer >= 1",
     "policy.warm_start.model.head_dim=3": "head_dim is 3; it must be even",
+    "task=gsm8k task.test_size=0": "task.test_size is 0; it must be >= 1, or null for all rows",
+    "task=arithmetic task.operations=[plus]": "task.operations is ['plus']; it must be some of +, -, *, each once",
+    "explain=1": "explain is 1; it must be true or false",
     "task.digits=0": "task.digits is 0; it must be in [2, 16]",
     "callbacks.evaluate.samples=4": "callbacks.evaluate.samples is 4 at temperature 0",
     "callbacks.evaluate.max_prompts=0": "callbacks.evaluate.max_prompts is 0; it must be >= 1",

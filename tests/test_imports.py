@@ -37,6 +37,7 @@ ROWS: dict[str, set[str]] = {
 }
 ROWS["options"] = CORE
 ROWS["process"] = {"run_folder"}
+ROWS["explain"] = {"options", "policy"}
 ROWS["cli"] = {"types", "run_folder", "config_check"}
 ROWS["export"] = {"options", "policy", "process", "run_folder", "cli"}  # an entry point
 ROWS["run"] = set(ROWS) - {"cli", "export"}

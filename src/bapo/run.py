@@ -29,6 +29,7 @@ from bapo.callbacks.checkpoint import AtomicCheckpoints
 from bapo.callbacks.progress import ProgressDisplay
 from bapo.callbacks.stop import StopOnSignal
 from bapo.data.datamodule import RolloutDataModule
+from bapo.explain import explain
 from bapo.loggers import CsvLogger, finish
 from bapo.module import BapoModule
 from bapo.options import PolicyOptions, TrainerOptions
@@ -57,7 +58,8 @@ RESUME_MAY_CHANGE = ("trainer.max_rounds=",)
 def run(cfg: DictConfig) -> dict[str, float]:
     """Runs the experiment of a composed config in Hydra's output folder; returns the last value of every metric.
 
-    Raises ValueError for a config that cannot run, before a model is loaded. However it ends, status.json says so.
+    Raises ValueError for a config that cannot run, before a model is loaded. However it ends, status.json says so. With
+    `explain` it says what the run would do, and leaves no folder.
     """
     hush()
     hydra = HydraConfig.get()
@@ -76,6 +78,10 @@ def run(cfg: DictConfig) -> dict[str, float]:
         elif not resume:
             discard_unused(folder)
         raise
+    if parts["explain"]:
+        print(explain(parts))
+        discard_unused(folder, log_too=True)
+        return {}
     checkpoint = newest_checkpoint(folder) if resume else None
     if checkpoint is not None:
         _check_rounds(parts, checkpoint)

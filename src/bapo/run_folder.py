@@ -209,9 +209,9 @@ def resume_command(folder: Path) -> str:
     return "python train.py " + (f"resume={folder}" if plain else shlex.quote(f'resume="{folder}"'))
 
 
-def discard_unused(folder: Path) -> None:
-    """Takes away a folder in which there is nothing but Hydra's empty log: the run never began."""
-    if folder.name == _STAMP and all(path.suffix == ".log" and path.stat().st_size == 0 for path in folder.glob("*")):
+def discard_unused(folder: Path, log_too: bool = False) -> None:
+    """Takes away a folder in which there is nothing but Hydra's log, empty unless `log_too`: the run never began."""
+    if folder.name == _STAMP and all(p.suffix == ".log" and (log_too or not p.stat().st_size) for p in folder.glob("*")):
         shutil.rmtree(folder, ignore_errors=True)
         if folder.parent.is_dir() and not any(folder.parent.iterdir()):
             folder.parent.rmdir()

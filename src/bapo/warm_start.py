@@ -21,7 +21,7 @@ import transformers
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 from bapo.policy.folder_cache import kept_folder
 from bapo.policy.tiny_qwen3 import qwen3_config, tiny_qwen3
@@ -84,8 +84,17 @@ class WarmStart:
             raise ValueError(f"model.{error}") from error
 
     def __call__(self, task: DemonstratedTask) -> Path:
-        """The folder for `task`, absolute; built if the cache does not hold it whole. Processes that race share one build."""
+        """The folder for `task`, absolute; built if the cache does not hold it whole. Processes that race share one build.
+
+        Raises ValueError for a task without demonstrations.
+        """
+        _check_task(task)
         return kept_folder(self.cache_dir, self._key(task), lambda folder: self._build(task, folder))
+
+    def config(self, task: DemonstratedTask) -> Qwen3Config:
+        """The sizes of the model to come, without making it."""
+        _check_task(task)
+        return qwen3_config(len(task.alphabet) + 2, eos_token_id=1, pad_token_id=0, **self.model)
 
     def _key(self, task: DemonstratedTask) -> str:
         """A digest of everything that decides the result."""
@@ -120,6 +129,14 @@ class WarmStart:
         seconds = time.perf_counter() - start
         log.info("warm start: loss %.3f after %.0f s, kept in %s", loss, seconds, folder.parent)
         return {"loss": loss, "seconds": seconds}
+
+
+def _check_task(task: object) -> None:
+    if not hasattr(task, "demonstrations"):
+        raise ValueError(
+            f"task is {type(task).__name__}, which has no demonstrations for policy.warm_start: choose a model for it, "
+            "policy=hub policy.path=PATH_OR_HUB_ID"
+        )
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,37 @@
+r"""The answer of a response: what stands in its last complete `\boxed{...}`, and nothing else."""
+
+from __future__ import annotations
+
+import re
+
+# A box that opens; an escaped backslash before a brace (`\\{` is a line break and a group); an escaped brace; a brace.
+_TOKEN = re.compile(r"(\\(?:boxed|fbox)\s*\{)|(?<!\\)(?:\\\\)+(?=[{}])|\\[{}]|([{}])")
+
+
+def last_box(text: str) -> str | None:
+    r"""What stands in the `\boxed{...}` or `\fbox{...}` that opens last among those that are closed; None without one.
+
+    Braces inside it count, escaped ones (`\{`) do not, as in LaTeX. A box that is never closed is no box, however many there
+    are: one pass over the text. Of `\boxed{\boxed{5}}` it is the inner one.
+    """
+    opened: list[int | None] = []  # of each group that is still open: where its box's content begins, None if it is no box
+    last = (-1, -1)
+    for token in _TOKEN.finditer(text):
+        if token[1]:
+            opened.append(token.end())
+        elif token[2] == "{":
+            opened.append(None)
+        elif token[2] == "}" and opened and (begin := opened.pop()) is not None:
+            last = max(last, (begin, token.start()))
+    return text[last[0] : last[1]] if last[0] >= 0 else None
+
+
+def plain(text: str) -> str:
+    """`text` without white space, `$` and a full stop at its end: what mode exact compares, letter by letter."""
+    return re.sub(r"\\?\$|\s", "", text).removesuffix(".")
+
+
+def small_integer(text: str) -> int | None:
+    """0 to 999 as an answer sheet has it, one to three digits, zeros before them or not; None for all else, 25.0 too."""
+    bare = plain(text)
+    return int(bare) if re.fullmatch(r"[0-9]{1,3}", bare) else None
