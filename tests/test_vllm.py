@@ -5,12 +5,17 @@ import importlib.util
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from conftest import REPOSITORY
@@ -78,7 +83,10 @@ def with_gpu(monkeypatch):
 
 def engine(tmp_path: Path, **options) -> tuple[VLLMEngine, RecordingLLM]:
     llm = RecordingLLM()
-    return VLLMEngine(VLLMOptions(sync_dir=str(tmp_path), **options), llm, (2, 3), torch.float32), llm
+    folder = open_sync_folder(str(tmp_path))
+    resources = ExitStack()
+    resources.callback(shutil.rmtree, folder)
+    return VLLMEngine(VLLMRollouts(**options), llm, (2, 3), torch.float32, folder, [], resources), llm
 
 
 def request(index: int = 0) -> Request:
@@ -201,7 +209,7 @@ def test_an_adapter_is_loaded_under_a_new_id_and_the_old_one_removed(tmp_path):
     made.generate([request()], SAMPLING)
     assert llm.calls == [
         "add_lora 1", "reset_prefix_cache", "generate with policy-0",
-        "remove_lora 1", "add_lora 8", "reset_prefix_cache", "generate with policy-7",
+        "remove_lora 1", "add_lora 2", "reset_prefix_cache", "generate with policy-7",
     ]  # fmt: skip
     assert [path.name.split("-")[1] for path in made.folder.iterdir()] == ["7"]
 
@@ -235,7 +243,7 @@ def test_the_arguments_that_keep_the_two_sides_alike():
         ({"tensor_parallel_size": 0}, "rollout.engine.tensor_parallel_size is 0; it must be >= 1"),
         ({"max_lora_rank": 12}, "rollout.engine.max_lora_rank is 12; it must be one of 1, 8, 16, 32"),
         ({"cpu_kv_cache_gib": 0}, "rollout.engine.cpu_kv_cache_gib is 0; it must be >= 1"),
-        ({"timeout_s": 0}, "rollout.engine.timeout_s is 0; it must be > 0"),
+        ({"timeout_s": 0}, "rollout.engine.timeout_s is 0; it must be > 0 and below"),
         ({"sync_dir": "/no/such/folder"}, "rollout.engine.sync_dir is '/no/such/folder'; it must be null or a folder"),
         ({"lora_sync": "native", "weight_sync": "nccl"}, "rollout.engine.weight_sync is 'nccl'; with lora_sync native"),
         ({"engine_args": {"seed": 3}}, "rollout.engine.engine_args holds seed: the engine's own options set that"),
@@ -255,7 +263,7 @@ def test_choosing_vllm_without_it_says_what_to_install(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
     with pytest.raises(ValueError, match=r"rollout.engine needs vLLM, which is not installed: make vllm"):
-        VLLMRollouts()
+        VLLMRollouts().require_vllm()
 
 
 def test_nothing_but_the_engine_imports_vllm():
@@ -335,11 +343,28 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatc
 
 def test_leftovers_of_dead_processes_are_taken_away_and_others_are_not(tmp_path):
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    (tmp_path / f"bapo-sync-{int(done.stdout)}-dead").mkdir()
-    (tmp_path / f"bapo-sync-{os.getpid()}-mine").mkdir()
-    (tmp_path / "bapo-sync-notes").mkdir()
+    dead, here = int(done.stdout), f"bapo-sync-{socket.gethostname()}"
+    kept = {f"{here}-{os.getpid()}-mine", f"bapo-sync-elsewhere-{dead}-theirs", "bapo-sync-notes"}
+    for name in (*kept, f"{here}-{dead}-dead"):
+        (tmp_path / name).mkdir()
     new = open_sync_folder(str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {f"bapo-sync-{os.getpid()}-mine", "bapo-sync-notes", new.name}
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, new.name}
+
+
+def test_an_engine_that_hangs_is_killed_at_its_deadline(tmp_path):
+    made, llm = engine(tmp_path, timeout_s=0.3)
+    hanging = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    made._processes = [psutil.Process(hanging.pid)]
+
+    def wait(method, timeout=None, args=(), kwargs=None):  # as vLLM does: until its process answers or is no more
+        hanging.wait()
+        raise ConnectionResetError("the engine died")
+
+    llm.collective_rpc = wait
+    begun = time.monotonic()
+    with pytest.raises(EngineError, match=r"TimeoutError: no answer within rollout.engine.timeout_s=0.3 s"):
+        made.load_weights({"a": torch.ones(1)}.items(), version=0)
+    assert time.monotonic() - begun < 10
 
 
 def test_an_adapter_folder_is_what_peft_saves(tmp_path):

@@ -142,3 +142,11 @@ def test_the_experiment_on_qwen3_runs_here_but_for_its_model_and_data(byte_model
     assert metrics["trainer/global_step"] == 32
     assert 0 < metrics["mismatch/probe_max_diff"] < 0.5  # the engine computes in bfloat16
     assert metrics["rollout/groups_drawn"] == 8
+
+
+def test_no_process_outlives_a_run_killed_while_its_engine_starts(start, cache_dir, tmp_path):
+    process = start(*overrides(cache_dir, tmp_path))
+    wait_for(lambda: [p for p in session(process.pid) if "EngineCore" in " ".join(p.cmdline())], 300, tmp_path / "screen.log")
+    process.kill()
+    process.wait()
+    assert wait_for(lambda: session(process.pid) == [], 10, tmp_path / "screen.log")

@@ -195,6 +195,8 @@ def check_sizes(parts: Mapping[str, Any]) -> None:
     if trainer.accelerator == "gpu" and trainer.devices > torch.accelerator.device_count() and not parts["explain"]:
         found = torch.accelerator.device_count()
         raise ValueError(f"trainer.devices is {trainer.devices} with trainer.accelerator gpu; this machine has {found}")
+    if not parts["explain"] and hasattr(rollout.engine, "require_vllm"):
+        rollout.engine.require_vllm()
     if rollout.group_size < 2:
         raise ValueError(
             f"rollout.group_size is {rollout.group_size}; a group-relative advantage compares responses to one prompt: >= 2"

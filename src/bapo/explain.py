@@ -69,7 +69,8 @@ def explain(parts: Mapping[str, Any]) -> str:
         sizes = policy_sizes(policy, config)
     except Exception as error:  # no network, no such model, code of its own: each with a class of its own
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        sections["Model"] = [Line("parameters", "unknown", reason)]
+        there = "without a network: policy.path=FOLDER policy.revision=null, with the model's config.json in FOLDER"
+        sections["Model"] = [Line("parameters", "unknown", reason), Line("", "", there)]
     else:
         sections["Model"] = model_lines(policy, sizes)
         sections["Memory of the trainer, on each device"] = trainer_lines(parts, sizes)

@@ -89,6 +89,9 @@ def write_model(policy: CausalLMPolicy, options: PolicyOptions, path: str | Path
         for name, value in policy.named_weights():
             own.pop(name).copy_(value)
     assert not own
+    sampled = model.generation_config
+    if any(getattr(sampled, name) is not None for name in ("temperature", "top_p", "top_k")):
+        sampled.do_sample = True  # some models' files lack it; transformers reads such a file and would not write it
     model.save_pretrained(folder)
     load_tokenizer(path, **options.source).save_pretrained(folder)
 

@@ -29,15 +29,17 @@ class Ranks:
         return items
 
     def gather_from(self, work: Callable[[], Item]) -> list[Item]:
-        """What `work` gives every rank. If an engine failed on one, all raise EngineError, so that nobody waits for ever."""
+        """What `work` gives every rank. If it failed on one, the others raise EngineError instead of waiting for ever."""
         if self.world == 1:
             return [work()]
-        item, failure = None, ""
+        item, failure, own = None, "", None
         try:
             item = work()
-        except EngineError as error:
-            failure = f"rank {self.rank}: {error}"
+        except Exception as error:
+            failure, own = f"rank {self.rank}: {error}", error
         parts = self.gather((item, failure))
+        if own is not None and not isinstance(own, EngineError):
+            raise own
         if failures := [text for _, text in parts if text]:
             raise EngineError("; ".join(failures))
         return [part for part, _ in parts]  # type: ignore[misc]

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+MARK_VARIABLE = "BAPO_ENGINE_MARK"
+
 
 def members(session: int) -> list[Any]:
     """The living processes of a session, as psutil has them."""
@@ -49,11 +51,25 @@ def kill_session(session: int, timeout_s: float = 10.0) -> list[Any]:
     return left
 
 
-def main(owner: int, server: int, session: int) -> None:
-    """owner, server: pidfds. When one of them ends, so does everything of `session`."""
-    select.select([owner, server], [], [])
-    kill_session(session)
+def kill_marked(mark: str) -> None:
+    """Kills every process that was started with `MARK_VARIABLE` set to `mark`."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK_VARIABLE) == mark and "multiprocessing.resource_tracker" not in str(
+                process.cmdline()
+            ):
+                process.kill()
+
+
+def main(owner: int, what: str, of: str) -> None:
+    """owner: a pidfd. When it ends, or `of`, the pidfd of a server, so does every process of a session, or with a mark."""
+    if what == MARK_VARIABLE:
+        select.select([owner], [], [])
+        kill_marked(of)
+    else:
+        select.select([owner, int(of)], [], [])
+        kill_session(int(what))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -47,7 +47,7 @@ class ServerProcess:
                 start_new_session=True,
             )
         watched = [os.pidfd_open(pid) for pid in (os.getpid(), self._process.pid)]
-        guard = [sys.executable, "-m", "bapo.rollouts.server_guard", *map(str, [*watched, self._process.pid])]
+        guard = [sys.executable, "-m", "bapo.rollouts.server_guard", *map(str, [watched[0], self._process.pid, watched[1]])]
         try:
             self._guard = subprocess.Popen(guard, pass_fds=watched, start_new_session=True)
         finally:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
+from bapo.rollouts.server_guard import MARK_VARIABLE, kill_marked
 from bapo.rollouts.vllm_options import VLLMOptions, eos_ids
 from bapo.rollouts.weight_files import open_sync_folder, write_adapter, write_weights
 from bapo.rollouts.weight_transfer import WeightTransfer
@@ -25,11 +32,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VLLMRollouts(VLLMOptions):
-    """Called with a model: its engine, in processes of this one. Every rank has one of its own, on its own GPU."""
+    """Called with a model: its engine, in processes of this one. Every rank has one of its own, on its own GPU.
+
+    generate_timeout_s: for the responses of one draw.
+    """
+
+    generate_timeout_s: float = 7200.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_vllm()
+        if not 0 < self.generate_timeout_s < threading.TIMEOUT_MAX:
+            raise ValueError(f"rollout.engine.generate_timeout_s is {self.generate_timeout_s}; it must be > 0 and finite")
 
     def __call__(
         self,
@@ -40,9 +53,16 @@ class VLLMRollouts(VLLMOptions):
     ) -> VLLMEngine:
         dtype = self.engine_dtype(dtype)
         eos = eos_ids(model_path, revision, trust_remote_code)
-        before = set(_children())
-        llm = _start(self, {**self.arguments(model_path, dtype, revision, trust_remote_code), **self.engine_args})
-        return VLLMEngine(self, llm, eos, dtype, [p for p in _children() if p not in before])
+        arguments = {**self.arguments(model_path, dtype, revision, trust_remote_code), **self.engine_args}
+        log.info("starting vLLM: half a minute on a small model, minutes on a large one")
+        with ExitStack() as resources:
+            folder = open_sync_folder(self.sync_dir)
+            resources.callback(shutil.rmtree, folder, ignore_errors=True)
+            before = set(_children())
+            llm = resources.enter_context(_started(self, arguments))
+            processes = [p for p in _children() if p not in before]
+            resources.callback(_end, processes)
+            return VLLMEngine(self, llm, eos, dtype, folder, processes, resources.pop_all())
 
 
 @contextmanager
@@ -58,10 +78,7 @@ def _set_up_environment(options: VLLMRollouts) -> Iterator[None]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         first = int(os.environ.get("LOCAL_RANK", 0)) * options.tensor_parallel_size
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[first : first + options.tensor_parallel_size])
-    if options.weight_sync == "ipc":
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
-            "1"  # handles on GPU memory go through the pipe to the engine's own process
-        )
+    resource_tracker.ensure_running()  # Python's own; to start it later would undo the mask
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -71,19 +88,41 @@ def _set_up_environment(options: VLLMRollouts) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _start(options: VLLMRollouts, arguments: Mapping[str, Any]) -> Any:
-    with _set_up_environment(options):
-        from vllm import LLM  # here, as it reads the environment; it takes seconds, and is not installed everywhere
+@contextmanager
+def _started(options: VLLMRollouts, arguments: Mapping[str, Any]) -> Iterator[Any]:
+    """vLLM's `LLM`, and beside it a guard that kills its processes when this one is no more, be it by kill -9."""
+    mark, owner = secrets.token_hex(8), os.pidfd_open(os.getpid())
+    command = [sys.executable, "-m", "bapo.rollouts.server_guard", str(owner), MARK_VARIABLE, mark]
+    guard = subprocess.Popen(command, pass_fds=[owner], start_new_session=True)
+    os.close(owner)
+    try:
+        with _set_up_environment(options):
+            from vllm import LLM  # here, as it reads the environment; it takes seconds, and is not installed everywhere
 
-        llm = LLM(**arguments, disable_log_stats=True, use_tqdm_on_load=False)
-        llm.collective_rpc("follow", args=(os.getpid(),))
-    return llm
+            os.environ[MARK_VARIABLE] = mark
+            llm = LLM(**arguments, disable_log_stats=True, use_tqdm_on_load=False)
+        if options.weight_sync == "ipc":  # handles on GPU memory go through the pipe to the engine's own process
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        yield llm
+    finally:
+        kill_marked(mark)
+        guard.kill()
+        guard.wait()
 
 
 class VLLMEngine:
     """RolloutEngine on a `vllm.LLM`: asleep or awake, and with a complete set of weights (`version` >= 0) or without."""
 
-    def __init__(self, options: VLLMOptions, llm: Any, eos: Sequence[int], dtype: torch.dtype, processes: Sequence[Any] = ()):
+    def __init__(
+        self,
+        options: VLLMRollouts,
+        llm: Any,
+        eos: Sequence[int],
+        dtype: torch.dtype,
+        folder: Path,
+        processes: Sequence[Any],
+        resources: ExitStack,
+    ):
         self.options = options
         self.llm = llm
         self.eos = tuple(eos)
@@ -91,10 +130,12 @@ class VLLMEngine:
         self.version = -1
         self.takes_adapter = options.lora_sync == "native"
         self.max_positions: int = llm.llm_engine.model_config.max_model_len
-        self.folder = open_sync_folder(options.sync_dir)
+        self.folder = folder
         self._transfer = None if options.weight_sync == "files" else WeightTransfer(options, self._rpc)
         self._adapter: Any = None
+        self._adapters = 0
         self._processes = processes
+        self._resources = resources  # end with `close`
         self._asleep = False
         self.sleep()
 
@@ -124,14 +165,15 @@ class VLLMEngine:
             if self._adapter is not None:
                 self.llm.llm_engine.remove_lora(self._adapter.lora_int_id)
                 shutil.rmtree(self._adapter.lora_path)
-            self._adapter = LoRARequest(f"policy-{version}", version + 1, str(source), load_inplace=True)
+            self._adapters += 1  # never an id that vLLM may have kept
+            self._adapter = LoRARequest(f"policy-{version}", self._adapters, str(source))
             self.llm.llm_engine.add_lora(self._adapter)
 
     @contextmanager
     def _updating(self, version: int) -> Iterator[None]:
         """Wakes up to take weights; when they are all there the cache of the old ones is dropped, and the version is theirs."""
         self.version = -1
-        with _engine_errors("could not take the weights"):
+        with _engine_errors("could not take the weights"), self._deadline("timeout_s"):
             if self._asleep:
                 self.llm.wake_up(tags=["weights"])
             yield
@@ -141,6 +183,30 @@ class VLLMEngine:
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("it still has requests of the weights before, and its prefix cache could not be reset")
         self.version = version
+
+    @contextmanager
+    def _deadline(self, option: str) -> Iterator[None]:
+        """vLLM waits for its processes for ever. After the option's seconds they are killed, and its wait ends in an error."""
+        seconds = getattr(self.options, option)
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            for process in self._processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except Exception as error:
+            if late.is_set():
+                raise TimeoutError(f"no answer within rollout.engine.{option}={seconds:g} s") from error
+            raise
+        finally:
+            timer.cancel()
 
     def sleep(self) -> None:
         """Frees the engine's GPU memory until the next weights come, if it was configured to."""
@@ -155,7 +221,7 @@ class VLLMEngine:
             raise RuntimeError("the engine holds no complete set of weights: call load_weights first")
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
         params = [vllm_sampling(request.seed, sampling, self.eos) for request in requests]
-        with _engine_errors("could not generate"):
+        with _engine_errors("could not generate"), self._deadline("generate_timeout_s"):
             outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter) if prompts else []
         drawn = [self._rollout(request, output) for request, output in zip(requests, outputs, strict=True)]
         return [rollout for rollout in drawn if rollout is not None]
@@ -186,8 +252,7 @@ class VLLMEngine:
         with suppress(Exception):  # one that has died cannot be shut down
             self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
-        _end(self._processes)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._resources.close()
 
 
 @contextmanager
@@ -218,15 +283,17 @@ def vllm_sampling(seed: int, sampling: SamplingParams, eos: Sequence[int]) -> An
 
 
 def _children() -> list[Any]:
-    import psutil
-
-    return psutil.Process().children(recursive=True)
+    """All processes below this one, but for Python's own that takes away the shared memory which the others leave."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def _end(processes: Sequence[Any]) -> None:
     """Waits a little for processes that have been asked to end, then kills what is left."""
-    import psutil
-
     engine = [p for p in processes if p.is_running()]
     _, alive = psutil.wait_procs(engine, timeout=10)
     for process in alive:

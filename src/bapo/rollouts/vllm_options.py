@@ -56,7 +56,7 @@ class VLLMOptions:
             ("tensor_parallel_size", self.tensor_parallel_size >= 1, ">= 1"),
             ("max_lora_rank", self.max_lora_rank in LORA_RANKS, f"one of {', '.join(map(str, LORA_RANKS))}"),
             ("cpu_kv_cache_gib", self.cpu_kv_cache_gib >= 1, ">= 1"),
-            ("timeout_s", self.timeout_s > 0, "> 0"),
+            ("timeout_s", 0 < self.timeout_s < 1e9, "> 0 and below 1e9"),
             ("sync_dir", self.sync_dir is None or Path(self.sync_dir).is_dir(), "null or a folder that exists"),
         ):
             if not ok:

@@ -80,8 +80,11 @@ class VLLMServerRollouts(VLLMOptions):
             )
         for url in self.urls:
             self._check_url(url)
+
+    def require_vllm(self) -> None:
+        """Only where the run starts the server, or talks to its GPUs."""
         if not self.urls or self.weight_sync == "nccl":
-            self.require_vllm()
+            super().require_vllm()
 
     def _check_url(self, url: str) -> None:
         shown = re.sub("//.*@", "//...@", url)  # no password in a message

@@ -1,11 +1,7 @@
-"""What runs inside vLLM's worker processes: taking new weights, and not outliving the trainer. vLLM is given its name only."""
+"""What runs inside vLLM's worker processes: taking new weights. vLLM is given its name only."""
 
 from __future__ import annotations
 
-import os
-import select
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +58,3 @@ class PolicyWorker:
         for module in self.model_runner.get_model().modules():
             if isinstance(module, VocabParallelEmbedding):  # ParallelLMHead is one
                 module.quant_method.process_weights_after_loading(module)
-
-    def follow(self, owner: int) -> None:
-        """From now on every process between `owner` and this one ends as soon as `owner` does, be it by kill -9."""
-        import psutil
-
-        between = [p.pid for p in psutil.Process().parents()]
-        between = between[: between.index(owner)] if owner in between else []
-        watched = os.pidfd_open(owner)
-
-        def wait() -> None:
-            select.select([watched], [], [])
-            for pid in (*between, os.getpid()):
-                os.kill(pid, signal.SIGKILL)
-
-        threading.Thread(target=wait, daemon=True, name="follow").start()

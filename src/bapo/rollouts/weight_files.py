@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -29,11 +31,13 @@ def open_sync_folder(parent: str | None = None) -> Path:
     root = Path(parent) if parent else SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     if not root.is_dir():
         raise ValueError(f"rollout.engine.sync_dir is {parent!r}; there is no such folder")
+    here = f"bapo-sync-{socket.gethostname()}-"  # the folder may be one that several machines share
     for left in root.glob("bapo-sync-*"):
-        owner = re.fullmatch(r"bapo-sync-(\d+)-\w+", left.name)
-        if owner and left.stat().st_uid == os.getuid() and not _alive(int(owner[1])):
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"bapo-sync-{os.getpid()}-", dir=root))
+        owner = re.fullmatch(rf"{re.escape(here)}(\d+)-\w+", left.name)
+        with suppress(FileNotFoundError):  # another rank is at it too
+            if owner and left.stat().st_uid == os.getuid() and not _alive(int(owner[1])):
+                shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{here}{os.getpid()}-", dir=root))
 
 
 def _alive(pid: int) -> bool:
