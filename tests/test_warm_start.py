@@ -109,7 +109,7 @@ def test_bad_alphabets(alphabet: str, eos: str, message: str) -> None:
 def test_model_size_and_generation_config() -> None:
     model = tiny_qwen3(20, eos_token_id=1, pad_token_id=0)
     # Embedding and head; per layer q, k, v, o, the norms of q and k, the MLP, two norms; the last norm.
-    layer = 64 * 64 + 64 * 32 + 64 * 32 + 64 * 64 + 2 * 16 + 3 * 64 * 128 + 2 * 64
+    layer = 64 * 64 + 64 * 32 + 64 * 32 + 64 * 64 + 2 * 32 + 3 * 64 * 128 + 2 * 64
     assert sum(p.numel() for p in model.parameters()) == 2 * 20 * 64 + 2 * layer + 64
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     config = model.generation_config
@@ -325,7 +325,7 @@ def test_two_processes_race_and_both_get_a_whole_folder(tmp_path: Path) -> None:
         ({"model": {"hiden_size": 64}}, "model has hiden_size; it takes hidden_size, "),
         ({"model": {"seed": 1}}, "model has seed"),
         ({"model": {"hidden_size": 0}}, "hidden_size is 0"),
-        ({"model": {"num_key_value_heads": 3}}, "num_key_value_heads is 3; it must divide num_attention_heads, 4"),
+        ({"model": {"num_key_value_heads": 3}}, "num_key_value_heads is 3; it must divide num_attention_heads, 2"),
         ({"model": {"head_dim": 15}}, "head_dim is 15; it must be even"),
         ({"model": {"tie_word_embeddings": "no"}}, "tie_word_embeddings is 'no'"),
     ],

@@ -149,6 +149,7 @@ def _absolute_paths(cfg: DictConfig) -> None:
 def _saved_config(folder: Path, overrides: list[str]) -> DictConfig:
     """The config a run was started with; of a command line that resumes it, only `RESUME_MAY_CHANGE` counts."""
     cfg = read_config(folder)
+    cfg.setdefault("explain", False)  # runs that began before there was this key
     changes = [o for o in overrides if not o.startswith("resume=")]
     if refused := [o for o in changes if not o.startswith(RESUME_MAY_CHANGE)]:
         allowed = ", ".join(name.rstrip("=") for name in RESUME_MAY_CHANGE)
