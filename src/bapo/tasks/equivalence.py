@@ -1,0 +1,194 @@
+r"""When two answers are the same: the rules of docs/verification.md, on text alone.
+
+They say what a percent sign, a unit, a name before `=` and a rounded number are worth. What is left, whether two formulas are
+equal, is for `equal(gold, answer)`, which is `bapo.tasks.formulas` at work. The gold comes first: the rules are not symmetric.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from bapo.tasks.units import PERCENT, split_unit
+
+Equal = Callable[[str, str], bool]
+
+MAX_CHARACTERS = 1000
+"""Of an answer and of a gold. The longest golds of MATH have about 200."""
+MAX_EXPONENT = 400
+"""Of ten, in numbers that are compared here; others are formulas."""
+
+_CHARACTERS = str.maketrans(
+    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ",
+     "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
+     "∅": r"\emptyset ", "²": "^2", "³": "^3", "％": "%", "’": "'", "\u00a0": " "}
+)  # fmt: skip
+_TIDY: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"\\\$", r"\\dollar "),
+        (r"(?<!\\)\\[()\[\]]|\$|\\!|\\(?:left|right)(?![a-zA-Z])\.?|\\[bB]igg?[lr]?(?![a-zA-Z])", ""),
+        (r"(\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))|(\d)\{,\}", r"\1\2,"),  # 1\,000 and 1{,}000
+        (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\\(?:display|text)style(?![a-zA-Z])", " "),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\(?:mathrm|mathbf|mathit|mathsf|textrm|textbf|textit|textnormal|mbox|hbox)\s*\{", r"\\text{"),
+        (r"\\text\{\s*\\?%\s*\}|\\%", "%"),
+        (r"\^?\s*\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
+        (r"<=|\\le(?:q|qslant)?(?![a-zA-Z])", r"\\le "),
+        (r">=|\\ge(?:q|qslant)?(?![a-zA-Z])", r"\\ge "),
+        (r"!=|\\neq?(?![a-zA-Z])", r"\\ne "),
+        (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
+        (r"\\langle(?![a-zA-Z])", "("),
+        (r"\\rangle(?![a-zA-Z])", ")"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+        (r"\\frac\s*(\{[^{}]*\})\s*(\d)", r"\\frac\1{\2}"),
+        (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
+        (r"\s+", " "),
+    )
+)
+_WRAPPED = re.compile(r"\{([^{}]+)\}|\\text\{\s*([-+.\d][^{}]*)\}")
+_OR = re.compile(r"\s*,?\s*(?:\\text\{\s*(?:or|and)\s*\}|(?<=[\d)}\w]) (?:or|and) )\s*")
+
+
+def tidy(text: str) -> str:
+    """One spelling of what looks the same in print; nothing is computed."""
+    text = text.translate(_CHARACTERS)
+    for pattern, new in _TIDY:
+        text = pattern.sub(new, text)
+    text = text.strip().rstrip(".,; ")
+    while match := _WRAPPED.fullmatch(text):
+        text = (match[1] or match[2]).strip()
+    return text
+
+
+def split_top(text: str, separator: str) -> list[str]:
+    r"""`text` cut at each `separator` that stands in no bracket. Brackets are (), [] and {}; [1, 2) closes."""
+    parts, begin, depth = [], 0, 0
+    for index, character in enumerate(text):
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character == separator and depth == 0:
+            parts.append(text[begin:index].strip())
+            begin = index + 1
+    return [*parts, text[begin:].strip()]
+
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
+_NUMBER = rf"[-+]?\s*(?:{_DIGITS}(?:\.\d*)?|\.\d+)"
+_PLAIN = re.compile(_NUMBER, re.ASCII)
+_POWER_OF_TEN = re.compile(
+    rf"({_NUMBER})\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{{?\s*([-+]?\d+)\s*\}}?|({_NUMBER})[eE]([-+]?\d+)", re.ASCII
+)
+_RATIO = re.compile(
+    rf"([-+]?)\s*(?:\\frac\s*\{{\s*({_NUMBER})\s*\}}\s*\{{\s*({_NUMBER})\s*\}}|({_NUMBER})\s*/\s*({_NUMBER}))", re.ASCII
+)
+_MIXED = re.compile(r"([-+]?)\s*(\d+)\s*(?:\\frac\s*\{(\d+)\}\s*\{(\d+)\}|(?<=\s)(\d+)\s*/\s*(\d+))", re.ASCII)
+_REPEATING = re.compile(r"([-+]?)\s*(\d*)\.(\d*)\\overline\s*\{(\d+)\}", re.ASCII)
+
+
+def rational(text: str) -> Fraction | None:
+    r"""The exact value of 1,000, -2.50, 3/4, \frac{3}{4}, 1\frac{1}{2}, 1.5\times 10^{3}, 0.\overline{3}; None for all else."""
+    if _PLAIN.fullmatch(text):
+        return _decimal(text)
+    if match := _POWER_OF_TEN.fullmatch(text):
+        exponent = int(match[2] or match[4])
+        return _decimal(match[1] or match[3]) * Fraction(10) ** exponent if abs(exponent) <= MAX_EXPONENT else None
+    if match := _RATIO.fullmatch(text):
+        above, below = _decimal(match[2] or match[4]), _decimal(match[3] or match[5])
+        return _sign(match[1]) * above / below if below else None
+    if match := _MIXED.fullmatch(text):
+        numerator, denominator = int(match[3] or match[5]), int(match[4] or match[6])
+        return _sign(match[1]) * (int(match[2]) + Fraction(numerator, denominator)) if numerator < denominator else None
+    if match := _REPEATING.fullmatch(text):
+        once, again = match[3], match[4]
+        value = Fraction(int(match[2] + once + again) - int("0" + match[2] + once), 10 ** len(once) * (10 ** len(again) - 1))
+        return _sign(match[1]) * value
+    return None
+
+
+def _decimal(text: str) -> Fraction:
+    return Fraction(re.sub(r"[\s,]", "", text))
+
+
+def _sign(text: str) -> int:
+    return -1 if text == "-" else 1
+
+
+_WORDS = re.compile(r"\\text\{([^{}]*)\}|((?=.*[A-Za-z]{4})[A-Za-z][A-Za-z0-9 ,.:'-]*|(?i:yes|no|odd|dne))|(\(?[A-Za-z]\)?)")
+
+
+def words(text: str) -> str | None:
+    r"""Text as it is compared: without `\text`, spaces and case, but the case of a single letter counts. None for a formula."""
+    match = _WORDS.fullmatch(text)
+    if not match:
+        return None
+    bare = re.sub(r"[\s.\"']", "", match[1] or match[2] or match[3] or "")
+    bare = re.sub(r"^\(([A-Za-z])\)$", r"\1", bare)
+    return bare if len(bare) == 1 else bare.lower()
+
+
+_NAME = r"(?:\\text\{[^{}]*\}|\\?[A-Za-z]+(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{?-1\}?)?(?:\([^()=]*\))?)"
+_NAMES = re.compile(rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\)")
+
+
+def same_answer(gold: str, answer: str, equal: Equal) -> bool:
+    """Is `answer` the same as `gold`, by the rules of docs/verification.md? Asks `equal` for what no rule decides."""
+    gold, answer = tidy(gold), tidy(answer)
+    if gold == answer:
+        return True
+    if (wanted := words(gold)) is not None and (said := words(answer)) is not None:
+        return wanted == said
+    gold, answer = _unnamed(gold), _unnamed(answer)
+    golds, answers = split_top(gold, "="), split_top(answer, "=")
+    if len(golds) > 1 and _NAMES.fullmatch(golds[0]) and (len(answers) == 1 or answers[0] == golds[0]):
+        golds, answers = golds[-1:], answers[1:] or answers  # x = 5 against 5, or against x = 5
+    elif len(golds) == 1 and len(answers) > 1:
+        answers = answers[1:] if _NAMES.fullmatch(answers[0]) else answers  # the gold says no name: any will do
+    if len(golds) > 1:  # an equation: the answer has to be one
+        return len(answers) > 1 and equal(gold, answer)
+    return all(_same_quantity(golds[0], said, equal) for said in answers)  # 2 + 2 = 4 is right if both are
+
+
+def _unnamed(text: str) -> str:
+    """`x=2, x=3` becomes `2,3`, and `y=2, x=1` the pair `(1,2)`, in the order of the names. Other text is left as it is."""
+    text = text if words(text) is not None else _OR.sub(", ", text)
+    pairs = [split_top(part, "=") for part in split_top(text, ",")]
+    if len(pairs) < 2 or not all(len(pair) == 2 and re.fullmatch(_NAME, pair[0]) for pair in pairs):
+        return text
+    names = {pair[0] for pair in pairs}
+    if len(names) == 1:
+        return ",".join(value for _, value in pairs)
+    return f"({','.join(value for _, value in sorted(pairs))})" if len(names) == len(pairs) else text
+
+
+def _same_quantity(gold: str, answer: str, equal: Equal) -> bool:
+    """A unit, like a percent sign, may be left out on either side; two units have to agree, none is converted."""
+    (wanted, unit), (said, other) = split_unit(gold), split_unit(answer)
+    if unit != other and PERCENT in (unit, other):
+        if unit is None:  # 28% is 0.28; beside a gold of 28 it is the answer to "what percent"
+            size = rational(wanted)
+            readings = [(wanted, rf"\frac{{{said}}}{{100}}")] + [(wanted, said)] * (size is None or abs(size) >= 1)
+        else:
+            readings = [(wanted, said), (rf"\frac{{{wanted}}}{{100}}", said)] * (other is None)
+        return any(_same_value(*reading, equal) for reading in readings)
+    return (unit is None or other is None or unit == other) and _same_value(wanted, said, equal)
+
+
+def _same_value(gold: str, answer: str, equal: Equal) -> bool:
+    if gold == answer:
+        return True
+    wanted, said = rational(gold), rational(answer)
+    if wanted is not None and (said is not None or words(answer) is not None):
+        return wanted == said  # exactly: 0.333 is not 1/3, and 2^-99 is not 2^-98
+    return equal(gold, answer)
+
+
+def formula(gold: str) -> str | None:
+    """What of a gold a parser has to understand; None if there is nothing, as in a number or in words."""
+    gold = tidy(gold)
+    body = split_unit(gold)[0]
+    return None if words(gold) is not None or rational(body) is not None else body
