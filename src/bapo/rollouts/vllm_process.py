@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from bapo.rollouts.server_guard import MARK_VARIABLE, kill_marked
+from bapo.rollouts.server_guard import MARK_VARIABLE
 from bapo.rollouts.vllm_options import VLLMOptions
 
 
@@ -45,8 +45,9 @@ def _environment(options: VLLMOptions) -> Iterator[None]:
 @contextmanager
 def started(options: VLLMOptions, arguments: Mapping[str, Any]) -> Iterator[Any]:
     """vLLM's `LLM`, and beside it a guard that kills its processes when this one is no more, be it by kill -9."""
+    before = children()
     mark, owner = secrets.token_hex(8), os.pidfd_open(os.getpid())
-    command = [sys.executable, "-m", "bapo.rollouts.server_guard", str(owner), MARK_VARIABLE, mark]
+    command = [sys.executable, "-m", "bapo.rollouts.server_guard", str(owner), MARK_VARIABLE, mark, str(os.getpid())]
     guard = subprocess.Popen(command, pass_fds=[owner], start_new_session=True)
     os.close(owner)
     try:
@@ -54,12 +55,15 @@ def started(options: VLLMOptions, arguments: Mapping[str, Any]) -> Iterator[Any]
             from vllm import LLM  # here, as it reads the environment; it takes seconds, and is not installed everywhere
 
             os.environ[MARK_VARIABLE] = mark
-            llm = LLM(**arguments, disable_log_stats=True, use_tqdm_on_load=False)
+            try:
+                llm = LLM(**arguments, disable_log_stats=True, use_tqdm_on_load=False)
+            except BaseException:
+                end([p for p in children() if p not in before and p.pid != guard.pid], patience_s=0)
+                raise
         if options.weight_sync == "ipc":  # handles on GPU memory go through the pipe to the engine's own process
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         yield llm
     finally:
-        kill_marked(mark)
         guard.kill()
         guard.wait()
 
@@ -74,10 +78,10 @@ def children() -> list[Any]:
     return found
 
 
-def end(processes: Sequence[Any]) -> None:
+def end(processes: Sequence[Any], patience_s: float = 10.0) -> None:
     """Waits a little for processes that have been asked to end, then kills what is left."""
     engine = [p for p in processes if p.is_running()]
-    _, alive = psutil.wait_procs(engine, timeout=10)
+    _, alive = psutil.wait_procs(engine, timeout=patience_s)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
