@@ -35,17 +35,21 @@ def is_alive(process: Any) -> bool:
         return False
 
 
+def is_resource_tracker(process: Any) -> bool:
+    """Is it Python's own, which takes away the shared memory that others leave, and ends when they have?"""
+    return "multiprocessing.resource_tracker" in str(process.cmdline())
+
+
 def kill_session(session: int, timeout_s: float = 10.0) -> list[Any]:
     """Kills every process of a session, those too that it starts meanwhile. Returns what is left after `timeout_s`.
 
-    Python's resource trackers end by themselves when the others have, and take away the shared memory that those had; they are
-    killed if they have not by half of `timeout_s`.
+    Resource trackers are killed if they have not ended by half of `timeout_s`.
     """
     begun = time.monotonic()
     while (left := members(session)) and time.monotonic() < begun + timeout_s:
         for process in left:
             with suppress(psutil.NoSuchProcess):
-                if time.monotonic() > begun + timeout_s / 2 or "multiprocessing.resource_tracker" not in str(process.cmdline()):
+                if time.monotonic() > begun + timeout_s / 2 or not is_resource_tracker(process):
                     process.kill()
         time.sleep(0.02)
     return left
@@ -65,7 +69,7 @@ def kill_marked_after(owner: int, pid: int, mark: str) -> None:
                         marked.add(process)
     for process in marked:
         with suppress(psutil.Error):
-            if "multiprocessing.resource_tracker" not in str(process.cmdline()):
+            if not is_resource_tracker(process):
                 process.kill()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bapo.rollouts.vllm_options import VLLMOptions, eos_ids
-from bapo.rollouts.vllm_process import children, end, started
+from bapo.rollouts.vllm_process import started
 from bapo.rollouts.weight_files import open_sync_folder, write_adapter, write_weights
 from bapo.rollouts.weight_transfer import WeightTransfer
 from bapo.types import Adapter, EngineError, Request, Rollout, SamplingParams
@@ -52,10 +52,7 @@ class VLLMRollouts(VLLMOptions):
         with ExitStack() as resources:
             folder = open_sync_folder(self.sync_dir)
             resources.callback(shutil.rmtree, folder, ignore_errors=True)
-            before = set(children())
-            llm = resources.enter_context(started(self, arguments))
-            processes = [p for p in children() if p not in before]
-            resources.callback(end, processes)
+            llm, processes = resources.enter_context(started(self, arguments))
             return VLLMEngine(self, llm, eos, dtype, folder, processes, resources.pop_all())
 
 

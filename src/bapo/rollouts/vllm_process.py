@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from bapo.rollouts.server_guard import MARK_VARIABLE
+from bapo.rollouts.server_guard import MARK_VARIABLE, is_resource_tracker
 from bapo.rollouts.vllm_options import VLLMOptions
 
 
@@ -43,45 +43,48 @@ def _environment(options: VLLMOptions) -> Iterator[None]:
 
 
 @contextmanager
-def started(options: VLLMOptions, arguments: Mapping[str, Any]) -> Iterator[Any]:
-    """vLLM's `LLM`, and beside it a guard that kills its processes when this one is no more, be it by kill -9."""
-    before = children()
+def started(options: VLLMOptions, arguments: Mapping[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """vLLM's `LLM` and its processes, which end with the block.
+
+    A guard beside them kills them when this process is no more, be it by kill -9.
+    """
     mark, owner = secrets.token_hex(8), os.pidfd_open(os.getpid())
     command = [sys.executable, "-m", "bapo.rollouts.server_guard", str(owner), MARK_VARIABLE, mark, str(os.getpid())]
     guard = subprocess.Popen(command, pass_fds=[owner], start_new_session=True)
     os.close(owner)
+    before = _children()  # the guard among them
+    patience_s, processes = 0.0, None
     try:
         with _environment(options):
             from vllm import LLM  # here, as it reads the environment; it takes seconds, and is not installed everywhere
 
             os.environ[MARK_VARIABLE] = mark
-            try:
-                llm = LLM(**arguments, disable_log_stats=True, use_tqdm_on_load=False)
-            except BaseException:
-                end([p for p in children() if p not in before and p.pid != guard.pid], patience_s=0)
-                raise
+            llm = LLM(**arguments, disable_log_stats=True, use_tqdm_on_load=False)
+        processes = [p for p in _children() if p not in before]
+        patience_s = 10.0  # they will have been asked to end
         if options.weight_sync == "ipc":  # handles on GPU memory go through the pipe to the engine's own process
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        yield llm
+        yield llm, processes
     finally:
+        # Of a start that failed: whatever it has begun. Later this process may have other children.
+        _end([p for p in _children() if p not in before] if processes is None else processes, patience_s)
         guard.kill()
         guard.wait()
 
 
-def children() -> list[Any]:
-    """All processes below this one, but for Python's own that takes away the shared memory which the others leave."""
+def _children() -> list[Any]:
+    """All processes below this one, but for resource trackers."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+            if not is_resource_tracker(process):
                 found.append(process)
     return found
 
 
-def end(processes: Sequence[Any], patience_s: float = 10.0) -> None:
-    """Waits a little for processes that have been asked to end, then kills what is left."""
-    engine = [p for p in processes if p.is_running()]
-    _, alive = psutil.wait_procs(engine, timeout=patience_s)
+def _end(processes: Sequence[Any], patience_s: float) -> None:
+    """Waits for processes that have been asked to end, then kills what is left."""
+    _, alive = psutil.wait_procs(processes, timeout=patience_s)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
