@@ -15,9 +15,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from bapo.rollouts.vllm_options import VLLMOptions, eos_ids
+from bapo.rollouts.vllm_options import VLLMOptions
 from bapo.rollouts.vllm_process import started
-from bapo.rollouts.weight_files import open_sync_folder, write_adapter, write_weights
+from bapo.rollouts.weight_files import sync_folder, write_adapter, write_weights
 from bapo.rollouts.weight_transfer import WeightTransfer
 from bapo.types import Adapter, EngineError, Request, Rollout, SamplingParams
 
@@ -45,13 +45,10 @@ class VLLMRollouts(VLLMOptions):
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> VLLMEngine:
-        dtype = self.engine_dtype(dtype)
-        eos = eos_ids(model_path, revision, trust_remote_code)
-        arguments = {**self.arguments(model_path, dtype, revision, trust_remote_code), **self.engine_args}
+        dtype, eos, arguments = self.settle(model_path, dtype, revision, trust_remote_code)
         log.info("starting vLLM: half a minute on a small model, minutes on a large one")
         with ExitStack() as resources:
-            folder = open_sync_folder(self.sync_dir)
-            resources.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = resources.enter_context(sync_folder(self.sync_dir))
             llm, processes = resources.enter_context(started(self, arguments))
             return VLLMEngine(self, llm, eos, dtype, folder, processes, resources.pop_all())
 
@@ -179,17 +176,9 @@ class VLLMEngine:
         if answer.finish_reason not in ("stop", "length"):
             log.warning("prompt %r, sample %d: vLLM ended it as %r", request.uid, request.sample_index, answer.finish_reason)
             return None
-        ids = tuple(answer.token_ids)
-        return Rollout(
-            uid=request.uid,
-            sample_index=request.sample_index,
-            seed=request.seed,
-            prompt_ids=request.prompt_ids,
-            response_ids=ids,
-            sampler_logprobs=tuple(of_sampled[token].logprob for token, of_sampled in zip(ids, answer.logprobs, strict=True)),
-            finish_reason=answer.finish_reason,
-            policy_version=self.version,
-        )
+        steps = zip(answer.token_ids, answer.logprobs, strict=True)
+        logprobs = [of_step[token].logprob for token, of_step in steps]
+        return request.answered(answer.token_ids, logprobs, answer.finish_reason, self.version)
 
     def close(self) -> None:
         """Ends every process of the engine and takes away what lies in the sync folder. Safe to call again."""
