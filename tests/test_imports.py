@@ -39,7 +39,7 @@ ROWS["options"] = CORE
 ROWS["process"] = {"run_folder"}
 ROWS["explain"] = {"options", "policy"}
 ROWS["cli"] = {"types", "run_folder", "config_check"}
-ROWS["export"] = {"options", "policy", "process", "run_folder", "cli"}  # an entry point
+ROWS["export"] = {"options", "policy", "process", "rollouts", "run_folder", "cli"}  # an entry point
 ROWS["run"] = set(ROWS) - {"cli", "export"}
 
 # The mathematics stands on torch alone, so that it can be read, tested and reused without a trainer.

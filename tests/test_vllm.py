@@ -20,12 +20,14 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from safetensors.torch import load_file
+from test_configs import composed, without_hydra
 
 from bapo.rollouts import weight_files
 from bapo.rollouts.vllm import VLLMEngine, VLLMRollouts
 from bapo.rollouts.vllm_options import VLLMOptions, eos_ids
 from bapo.rollouts.weight_files import open_sync_folder, read_header, read_weights, write_adapter, write_weights
 from bapo.rollouts.weight_transfer import SyncClient, WeightTransfer
+from bapo.run import build_parts
 from bapo.types import Adapter, EngineError, Request, SamplingParams
 
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec")
@@ -264,6 +266,15 @@ def test_choosing_vllm_without_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
     with pytest.raises(ValueError, match=r"rollout.engine needs vLLM, which is not installed: make vllm"):
         VLLMRollouts().require_vllm()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm_server"])
+def test_a_run_without_vllm_is_refused_before_a_model_is_loaded_and_explained_all_the_same(engine, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+    with pytest.raises(ValueError, match=r"rollout.engine needs vLLM, which is not installed"):
+        build_parts(without_hydra(composed(f"rollout={engine}")))
+    assert build_parts(without_hydra(composed(f"rollout={engine}", "explain=true")))["explain"]
 
 
 def test_nothing_but_the_engine_imports_vllm():

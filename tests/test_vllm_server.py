@@ -112,9 +112,11 @@ def test_options_out_of_bounds_are_refused_by_name_and_value(options, message):
 
 def test_vllm_is_needed_only_to_start_a_server(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert VLLMServerRollouts(urls=["http://localhost:8000/"]).urls == ["http://localhost:8000"]
+    given = VLLMServerRollouts(urls=["http://localhost:8000/"])
+    assert given.urls == ["http://localhost:8000"]
+    given.require_vllm()
     with pytest.raises(ValueError, match="needs vLLM, which is not installed"):
-        VLLMServerRollouts()
+        VLLMServerRollouts().require_vllm()
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "node-7", "[2001:db8::1]", "127.0.0.1.example.org"])

@@ -7,9 +7,9 @@ It is made from the newest checkpoint, appears in one piece, and loads in transf
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from safetensors.torch import save_file
 from torch import nn
 
 from bapo.cli import cli
@@ -26,6 +25,7 @@ from bapo.options import PolicyOptions
 from bapo.policy.causal_lm import CausalLMPolicy, load_model, load_tokenizer
 from bapo.policy.checkpoint import with_base
 from bapo.process import hush
+from bapo.rollouts.weight_files import save_adapter
 from bapo.run_folder import newest_checkpoint, read_config
 
 
@@ -100,8 +100,7 @@ def write_adapter(policy: CausalLMPolicy, options: PolicyOptions, folder: Path) 
     adapter = policy.adapter()
     assert adapter is not None
     config = adapter.config | {"revision": options.revision}  # of the model that `base_model_name_or_path` names
-    save_file({name: value.contiguous() for name, value in adapter.weights.items()}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_adapter(folder, replace(adapter, config=config))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

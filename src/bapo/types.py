@@ -53,6 +53,13 @@ class Request:
     seed: int
     prompt_ids: tuple[int, ...]
 
+    def answered(
+        self, ids: Sequence[int], logprobs: Sequence[float], finish_reason: Literal["stop", "length"], policy_version: int
+    ) -> Rollout:
+        """The rollout of this request with these response ids and the engine's log-probs of them."""
+        drawn: dict[str, Any] = {"response_ids": tuple(ids), "sampler_logprobs": tuple(logprobs)}
+        return Rollout(**vars(self), **drawn, finish_reason=finish_reason, policy_version=policy_version)
+
 
 @dataclass(frozen=True)
 class Rollout:

@@ -163,16 +163,7 @@ class HFEngine:
 
     def _rollout(self, request: Request, ids: list[int], logprobs: list[float]) -> Rollout:
         end = next((t + 1 for t, token in enumerate(ids) if token in self.eos_ids), None)
-        return Rollout(
-            uid=request.uid,
-            sample_index=request.sample_index,
-            seed=request.seed,
-            prompt_ids=request.prompt_ids,
-            response_ids=tuple(ids[:end]),
-            sampler_logprobs=tuple(logprobs[:end]),
-            finish_reason="stop" if end else "length",
-            policy_version=self.version,
-        )
+        return request.answered(ids[:end], logprobs[:end], "stop" if end else "length", self.version)
 
     def close(self) -> None:
         """Nothing outlives the object."""

@@ -168,16 +168,7 @@ class VLLMServerEngine:
         if finish not in ("stop", "length"):
             log.warning("prompt %r, sample %d: vLLM ended it as %r", request.uid, request.sample_index, finish)
             return None
-        return Rollout(
-            uid=request.uid,
-            sample_index=request.sample_index,
-            seed=request.seed,
-            prompt_ids=request.prompt_ids,
-            response_ids=ids,
-            sampler_logprobs=logprobs,
-            finish_reason=finish,
-            policy_version=self.version,
-        )
+        return request.answered(ids, logprobs, finish, self.version)
 
     def _surviving(self, work: Callable[[], None]) -> None:
         """Does `work`, again after each restart. Whatever else fails is an EngineError."""

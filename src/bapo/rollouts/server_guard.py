@@ -35,37 +35,48 @@ def is_alive(process: Any) -> bool:
         return False
 
 
+def is_resource_tracker(process: Any) -> bool:
+    """Is it Python's own, which takes away the shared memory that others leave, and ends when they have?"""
+    return "multiprocessing.resource_tracker" in str(process.cmdline())
+
+
 def kill_session(session: int, timeout_s: float = 10.0) -> list[Any]:
     """Kills every process of a session, those too that it starts meanwhile. Returns what is left after `timeout_s`.
 
-    Python's resource trackers end by themselves when the others have, and take away the shared memory that those had; they are
-    killed if they have not by half of `timeout_s`.
+    Resource trackers are killed if they have not ended by half of `timeout_s`.
     """
     begun = time.monotonic()
     while (left := members(session)) and time.monotonic() < begun + timeout_s:
         for process in left:
             with suppress(psutil.NoSuchProcess):
-                if time.monotonic() > begun + timeout_s / 2 or "multiprocessing.resource_tracker" not in str(process.cmdline()):
+                if time.monotonic() > begun + timeout_s / 2 or not is_resource_tracker(process):
                     process.kill()
         time.sleep(0.02)
     return left
 
 
-def kill_marked(mark: str) -> None:
-    """Kills every process that was started with `MARK_VARIABLE` set to `mark`."""
-    for process in psutil.process_iter():
+def kill_marked_after(owner: int, pid: int, mark: str) -> None:
+    """When the process `pid` ends, whose pidfd is `owner`, kills what came of it with `MARK_VARIABLE` set to `mark`.
+
+    They are noted as they begin: vLLM writes their titles over their environment, and orphans have no parent to be known by.
+    """
+    marked: set[Any] = set()
+    while not select.select([owner], [], [], 0.5)[0]:
         with suppress(psutil.Error):
-            if process.environ().get(MARK_VARIABLE) == mark and "multiprocessing.resource_tracker" not in str(
-                process.cmdline()
-            ):
+            for process in psutil.Process(pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    if process.environ().get(MARK_VARIABLE) == mark or process.parent() in marked:
+                        marked.add(process)
+    for process in marked:
+        with suppress(psutil.Error):
+            if not is_resource_tracker(process):
                 process.kill()
 
 
-def main(owner: int, what: str, of: str) -> None:
+def main(owner: int, what: str, of: str, pid: str = "") -> None:
     """owner: a pidfd. When it ends, or `of`, the pidfd of a server, so does every process of a session, or with a mark."""
     if what == MARK_VARIABLE:
-        select.select([owner], [], [])
-        kill_marked(of)
+        kill_marked_after(owner, int(pid), of)
     else:
         select.select([owner, int(of)], [], [])
         kill_session(int(what))

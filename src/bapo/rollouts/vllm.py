@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +15,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from bapo.rollouts.server_guard import MARK_VARIABLE, kill_marked
-from bapo.rollouts.vllm_options import VLLMOptions, eos_ids
-from bapo.rollouts.weight_files import open_sync_folder, write_adapter, write_weights
+from bapo.rollouts.vllm_options import VLLMOptions
+from bapo.rollouts.vllm_process import started
+from bapo.rollouts.weight_files import sync_folder, write_adapter, write_weights
 from bapo.rollouts.weight_transfer import WeightTransfer
 from bapo.types import Adapter, EngineError, Request, Rollout, SamplingParams
 
@@ -51,63 +45,12 @@ class VLLMRollouts(VLLMOptions):
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> VLLMEngine:
-        dtype = self.engine_dtype(dtype)
-        eos = eos_ids(model_path, revision, trust_remote_code)
-        arguments = {**self.arguments(model_path, dtype, revision, trust_remote_code), **self.engine_args}
+        dtype, eos, arguments = self.settle(model_path, dtype, revision, trust_remote_code)
         log.info("starting vLLM: half a minute on a small model, minutes on a large one")
         with ExitStack() as resources:
-            folder = open_sync_folder(self.sync_dir)
-            resources.callback(shutil.rmtree, folder, ignore_errors=True)
-            before = set(_children())
-            llm = resources.enter_context(_started(self, arguments))
-            processes = [p for p in _children() if p not in before]
-            resources.callback(_end, processes)
+            folder = resources.enter_context(sync_folder(self.sync_dir))
+            llm, processes = resources.enter_context(started(self, arguments))
             return VLLMEngine(self, llm, eos, dtype, folder, processes, resources.pop_all())
-
-
-@contextmanager
-def _set_up_environment(options: VLLMRollouts) -> Iterator[None]:
-    """The environment and signal mask that the engine's processes inherit.
-
-    A rank's engine uses the rank's own GPUs. Ctrl-C in a terminal reaches every process of the run; the engine's must not hear
-    it, as the trainer finishes its update first and ends them itself.
-    """
-    before = dict(os.environ)
-    os.environ.update(options.environment())
-    if torch.cuda.is_available():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-        first = int(os.environ.get("LOCAL_RANK", 0)) * options.tensor_parallel_size
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[first : first + options.tensor_parallel_size])
-    resource_tracker.ensure_running()  # Python's own; to start it later would undo the mask
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
-def _started(options: VLLMRollouts, arguments: Mapping[str, Any]) -> Iterator[Any]:
-    """vLLM's `LLM`, and beside it a guard that kills its processes when this one is no more, be it by kill -9."""
-    mark, owner = secrets.token_hex(8), os.pidfd_open(os.getpid())
-    command = [sys.executable, "-m", "bapo.rollouts.server_guard", str(owner), MARK_VARIABLE, mark]
-    guard = subprocess.Popen(command, pass_fds=[owner], start_new_session=True)
-    os.close(owner)
-    try:
-        with _set_up_environment(options):
-            from vllm import LLM  # here, as it reads the environment; it takes seconds, and is not installed everywhere
-
-            os.environ[MARK_VARIABLE] = mark
-            llm = LLM(**arguments, disable_log_stats=True, use_tqdm_on_load=False)
-        if options.weight_sync == "ipc":  # handles on GPU memory go through the pipe to the engine's own process
-            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        yield llm
-    finally:
-        kill_marked(mark)
-        guard.kill()
-        guard.wait()
 
 
 class VLLMEngine:
@@ -233,17 +176,9 @@ class VLLMEngine:
         if answer.finish_reason not in ("stop", "length"):
             log.warning("prompt %r, sample %d: vLLM ended it as %r", request.uid, request.sample_index, answer.finish_reason)
             return None
-        ids = tuple(answer.token_ids)
-        return Rollout(
-            uid=request.uid,
-            sample_index=request.sample_index,
-            seed=request.seed,
-            prompt_ids=request.prompt_ids,
-            response_ids=ids,
-            sampler_logprobs=tuple(of_sampled[token].logprob for token, of_sampled in zip(ids, answer.logprobs, strict=True)),
-            finish_reason=answer.finish_reason,
-            policy_version=self.version,
-        )
+        steps = zip(answer.token_ids, answer.logprobs, strict=True)
+        logprobs = [of_step[token].logprob for token, of_step in steps]
+        return request.answered(answer.token_ids, logprobs, answer.finish_reason, self.version)
 
     def close(self) -> None:
         """Ends every process of the engine and takes away what lies in the sync folder. Safe to call again."""
@@ -280,23 +215,3 @@ def vllm_sampling(seed: int, sampling: SamplingParams, eos: Sequence[int]) -> An
         ignore_eos=True,  # the tokenizer's; those of the generation config count
         stop_token_ids=list(eos),
     )
-
-
-def _children() -> list[Any]:
-    """All processes below this one, but for Python's own that takes away the shared memory which the others leave."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
-                found.append(process)
-    return found
-
-
-def _end(processes: Sequence[Any]) -> None:
-    """Waits a little for processes that have been asked to end, then kills what is left."""
-    engine = [p for p in processes if p.is_running()]
-    _, alive = psutil.wait_procs(engine, timeout=10)
-    for process in alive:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=10)

@@ -71,9 +71,6 @@ class VLLMOptions:
         """Is there GPU memory to free between refills?"""
         return self.sleep_level > 0 and torch.cuda.is_available()
 
-    def engine_dtype(self, policy: torch.dtype) -> torch.dtype:
-        return ENGINE_DTYPES[self.dtype] if self.dtype else policy
-
     def arguments(
         self, model_path: str | Path, dtype: torch.dtype, revision: str | None = None, trust_remote_code: bool = False
     ) -> dict[str, Any]:
@@ -101,6 +98,14 @@ class VLLMOptions:
         if self.weight_sync != "files":
             arguments["weight_transfer_config"] = {"backend": self.weight_sync}
         return arguments
+
+    def settle(
+        self, model_path: str | Path, policy_dtype: torch.dtype, revision: str | None, trust_remote_code: bool
+    ) -> tuple[torch.dtype, tuple[int, ...], dict[str, Any]]:
+        """For a model: the engine's dtype, the ids that end a response, and all arguments of vLLM's engine."""
+        dtype = ENGINE_DTYPES[self.dtype] if self.dtype else policy_dtype
+        eos = eos_ids(model_path, revision, trust_remote_code)
+        return dtype, eos, {**self.arguments(model_path, dtype, revision, trust_remote_code), **self.engine_args}
 
     def environment(self) -> dict[str, str]:
         """What vLLM takes from the environment; what is set there already stays."""

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,8 +23,8 @@ from bapo.rollouts.server_client import ServerClient, ServerFault, is_loopback
 from bapo.rollouts.server_engine import VLLMServerEngine, start_server
 from bapo.rollouts.server_process import ServerProcess, reserve_port
 from bapo.rollouts.server_weights import ServerWeights
-from bapo.rollouts.vllm_options import VLLMOptions, eos_ids
-from bapo.rollouts.weight_files import open_sync_folder
+from bapo.rollouts.vllm_options import VLLMOptions
+from bapo.rollouts.weight_files import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -113,12 +112,9 @@ class VLLMServerRollouts(VLLMOptions):
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> VLLMServerEngine:
-        dtype = self.engine_dtype(dtype)
-        eos = eos_ids(model_path, revision, trust_remote_code)
-        arguments = {**self.arguments(model_path, dtype, revision, trust_remote_code), **self.engine_args}
+        dtype, eos, arguments = self.settle(model_path, dtype, revision, trust_remote_code)
         with ExitStack() as resources:
-            folder = open_sync_folder(self.sync_dir)
-            resources.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = resources.enter_context(sync_folder(self.sync_dir))
             client, server = self._connect(arguments, folder, resources)
             positions = check_servers(self, client, arguments)
             weights = ServerWeights(self, client, folder, dtype)

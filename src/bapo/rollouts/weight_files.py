@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -38,6 +38,16 @@ def open_sync_folder(parent: str | None = None) -> Path:
             if owner and left.stat().st_uid == os.getuid() and not _alive(int(owner[1])):
                 shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"{here}{os.getpid()}-", dir=root))
+
+
+@contextmanager
+def sync_folder(parent: str | None) -> Iterator[Path]:
+    """A folder of `open_sync_folder`, taken away at the end of the block."""
+    folder = open_sync_folder(parent)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:
@@ -101,9 +111,12 @@ def read_weights(source: Path) -> Iterator[tuple[str, Tensor]]:
 def write_adapter(folder: Path, adapter: Adapter, version: int) -> Path:
     """A new folder in `folder` with a LoRA adapter as PEFT saves it."""
     target = Path(tempfile.mkdtemp(prefix=f"adapter-{version}-", dir=folder))
-    save_file(
-        {name: value.detach().cpu().contiguous() for name, value in adapter.weights.items()},
-        target / "adapter_model.safetensors",
-    )
-    (target / "adapter_config.json").write_text(json.dumps(adapter.config))
+    save_adapter(target, adapter)
     return target
+
+
+def save_adapter(folder: Path, adapter: Adapter) -> None:
+    """The two files of an adapter, by PEFT's names."""
+    weights = {name: value.detach().cpu().contiguous() for name, value in adapter.weights.items()}
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(adapter.config, indent=2) + "\n")
