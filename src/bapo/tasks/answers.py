@@ -24,3 +24,14 @@ def last_box(text: str) -> str | None:
         elif token[2] == "}" and opened and (begin := opened.pop()) is not None:
             last = max(last, (begin, token.start()))
     return text[last[0] : last[1]] if last[0] >= 0 else None
+
+
+def plain(text: str) -> str:
+    """`text` without white space, `$` and a full stop at its end: what mode exact compares, letter by letter."""
+    return re.sub(r"\\?\$|\s", "", text).removesuffix(".")
+
+
+def small_integer(text: str) -> int | None:
+    """0 to 999 as an answer sheet has it, one to three digits, zeros before them or not; None for all else, 25.0 too."""
+    bare = plain(text)
+    return int(bare) if re.fullmatch(r"[0-9]{1,3}", bare) else None
