@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "bapo"
 
 # A row is a module or a folder directly below src/bapo, with the rows it may import. A row imports only rows above it.
-CORE = {"types", "metrics", "ops", "losses", "advantages", "tasks", "rollouts", "data", "optimizer", "policy", "module"}
+CORE = {"types", "metrics", "ops", "losses", "advantages", "rewards", "tasks", "rollouts", "data", "optimizer", "policy", "module"}
 ROWS: dict[str, set[str]] = {
     "__init__": set(),
     "types": set(),
@@ -21,6 +21,7 @@ ROWS: dict[str, set[str]] = {
     "ops": {"types"},
     "losses": {"types", "ops"},
     "advantages": {"types"},
+    "rewards": {"types"},
     "tasks": {"types"},
     "rollouts": {"types", "tasks", "advantages"},
     "data": {"types", "rollouts"},
@@ -50,6 +51,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "ops": {"torch"},
     "losses": {"torch"},
     "advantages": {"torch"},
+    "rewards": set(),
     "optimizer": {"torch"},
 }
 

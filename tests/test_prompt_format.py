@@ -144,8 +144,8 @@ class Questions:
     def prompts(self, split: str) -> list[Prompt]:
         return self.rows
 
-    def verify(self, prompt: Prompt, response: str) -> float:
-        return float(response == prompt.answer)
+    def verify(self, prompts: list[Prompt], responses: list[str]) -> list[float]:
+        return [float(response == prompt.answer) for prompt, response in zip(prompts, responses, strict=True)]
 
 
 def collector(engine, tokenizer, task, **options) -> Collector:

@@ -1,6 +1,7 @@
 """From prompts to a pool: groups, order, seeds, files. FAULTS 18, 26, 29, 30, 32, 33."""
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +31,8 @@ class Echo:
     def prompts(self, split: str) -> list[Prompt]:
         return self.rows
 
-    def verify(self, prompt: Prompt, response: str) -> float:
-        return float(response == prompt.answer)
+    def verify(self, prompts: list[Prompt], responses: list[str]) -> list[float]:
+        return [float(response == prompt.answer) for prompt, response in zip(prompts, responses, strict=True)]
 
 
 def collector(engine, tokenizer, task=None, **options) -> Collector:
@@ -90,8 +91,8 @@ def test_text_is_never_encoded_again(tokenizer):
             return tokenizer(text, **kwargs)
 
     class LikesOne(Echo):
-        def verify(self, prompt, response):
-            return float(response == "1")
+        def verify(self, prompts, responses):
+            return [float(response == "1") for response in responses]
 
     pool = collect(engine, OnlyPrompts(), task=LikesOne())
     rows = [pool.batch.input_ids[i][pool.batch.response_mask[i]].tolist() for i in range(4)]
@@ -169,15 +170,92 @@ def test_prompts_that_cannot_be_drawn_from_are_refused_before_any_request(tokeni
     assert engine.calls == 0
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), None, "1"])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", [1.0]])
 def test_a_reward_that_is_no_finite_number_is_named(tokenizer, reward):
     class Odd(Echo):
-        def verify(self, prompt, response):
-            return reward if prompt.uid == "echo/7" else 1
+        def verify(self, prompts, responses):
+            return [reward if prompt.uid == "echo/7" else 1 for prompt in prompts]
 
     engine = ScriptedEngine(right_if(lambda r: True, tokenizer))
-    with pytest.raises(ValueError, match=rf"reward for prompt 'echo/7' is {reward!r}; it must be a finite number"):
+    with pytest.raises(
+        ValueError, match=rf"reward for prompt 'echo/7' is {re.escape(repr(reward))}; it must be a finite number"
+    ):
         collect(engine, tokenizer, task=Odd(), prompts_per_round=10)
+
+
+def test_what_could_not_be_verified_counts_as_zero_and_apart(tokenizer):
+    class Unsure(Echo):
+        def verify(self, prompts, responses):
+            return [
+                None if prompt.uid == "echo/2" else reward
+                for prompt, reward in zip(prompts, Echo.verify(self, prompts, responses), strict=True)
+            ]
+
+    engine = ScriptedEngine(right_if(lambda r: r.sample_index == 0, tokenizer))
+    pool = collect(engine, tokenizer, task=Unsure(), prompts_per_round=10)
+    metrics = pool.meta["metrics"]
+    assert metrics["rollout/verify_timeout_frac"] == 0.1
+    assert metrics["rollout/reward_mean"] == metrics["rollout/reward/correctness"] == 9 / 40
+    assert not any(uid.startswith("echo/2@") for uid, _, _ in pool.rows)
+
+    class Broken(Echo):
+        def verify(self, prompts, responses):
+            return [None] * len(responses)
+
+    with pytest.raises(RuntimeError, match=r"round 0: none of 40 responses could be verified"):
+        collect(engine, tokenizer, task=Broken(), prompts_per_round=10)
+
+    class Short(Echo):
+        def verify(self, prompts, responses):
+            return [1.0]
+
+    with pytest.raises(ValueError, match="the task gave 1 rewards for 16 responses"):
+        collect(engine, tokenizer, task=Short())
+
+
+def test_terms_add_to_the_reward_and_are_logged_by_name(tokenizer):
+    engine = ScriptedEngine(right_if(lambda r: r.sample_index == 0, tokenizer))
+    engine.load_weights([], VERSION)
+    made = collector(engine, tokenizer, task=Echo(4, text=lambda i: f"a{i}="))
+    made.terms = {
+        "length": lambda rollout, text: -0.25 * len(rollout.response_ids),
+        "odd": lambda rollout, text: 0.5 * (text == "1"),
+    }
+    pool = made.collect(0, {}, FixedPolicy(VERSION), 4, Ranks())
+    reward_of = {row[:2]: reward for row, reward in zip(pool.rows, pool.batch.rewards.tolist(), strict=True)}
+    expected = {(f"echo/{i}@0", k): -0.5 + (k == 0) + 0.5 * (k == 0 and i == 1) for i in range(4) for k in range(4)}
+    assert reward_of == expected
+    metrics = pool.meta["metrics"]
+    assert metrics["rollout/reward/length"] == -0.5
+    assert metrics["rollout/reward/odd"] == 0.5 / 16
+    assert metrics["rollout/reward/correctness"] == 4 / 16
+    assert metrics["rollout/reward_mean"] == 4 / 16 - 0.5 + 0.5 / 16
+    assert metrics["rollout/response_length_correct_mean"] == 2  # right is what the task says
+
+
+def test_a_few_groups_are_kept_as_text_the_dropped_ones_too(tokenizer):
+    odd = lambda r: int(r.uid.split("/")[1].split("@")[0]) % 2 == 1 and r.sample_index == 2  # noqa: E731
+    pool = collect(ScriptedEngine(right_if(odd, tokenizer)), tokenizer, prompts_per_round=10)
+    shown = pool.meta["samples"]
+    groups = list(dict.fromkeys(row["uid"] for row in shown))
+    assert len(groups) == 8
+    for row in shown:
+        digit = row["uid"].removeprefix("echo/").removesuffix("@0")
+        right = row["sample_index"] == 2 and int(digit) % 2 == 1
+        assert row == {
+            "uid": f"echo/{digit}@0",
+            "sample_index": row["sample_index"],
+            "prompt": f"a{digit}=",
+            "answer": digit,
+            "response": digit if right else "x",
+            "reward": float(right),
+            "correctness": float(right),
+            "length": 2,
+            "finish_reason": "stop",
+            "policy_version": VERSION,
+            "kept": int(digit) % 2 == 1,
+        }
+    assert {row["uid"]: row["reward"] for row in shown if row["reward"]} == {uid: 1.0 for uid in groups if int(uid[5]) % 2}
 
 
 def test_seeds_are_distinct_and_repeat_with_the_run(tokenizer):

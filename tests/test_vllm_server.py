@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from vllm_stub import Stub, completion
 
 from bapo.rollouts import server_client, server_weights
-from bapo.rollouts.collector import draw
+from bapo.rollouts.draw import draw
 from bapo.rollouts.prompt_format import PLAIN
 from bapo.rollouts.server_engine import VLLMServerEngine
 from bapo.rollouts.vllm_server import VLLMServerRollouts, server_command, server_environment
@@ -462,8 +462,8 @@ def test_a_request_that_fails_for_good_is_left_out_and_its_group_dropped(stubs, 
     assert "1 of 4 requests failed for good; the first, prompt 'p'" in caplog.text
 
     class AllRight:
-        def verify(self, prompt, response):
-            return 1.0
+        def verify(self, prompts, responses):
+            return [1.0] * len(responses)
 
     prompts = [(uid, Prompt(uid, "1", "1")) for uid in "pq"]
     judged = draw(

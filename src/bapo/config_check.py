@@ -19,10 +19,10 @@ from hydra.utils import get_object
 log = logging.getLogger(__name__)
 
 TOP_LEVEL = {
-    "name", "seed", "threads", "resume", "explain", "loss", "objective", "advantage", "policy", "task", "rollout", "schedule",
-    "optimizer", "trainer", "logger", "callbacks",
+    "name", "seed", "threads", "resume", "explain", "loss", "objective", "advantage", "policy", "task", "reward", "rollout",
+    "schedule", "optimizer", "trainer", "logger", "callbacks",
 }  # fmt: skip
-COLLECTIONS = {"logger", "callbacks"}  # groups that hold any number of objects; every other group is one
+COLLECTIONS = {"logger", "callbacks", "reward"}  # groups that hold any number of objects; every other group is one
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 MAX_SEED = 2**32 - 1  # the largest that NumPy takes
 

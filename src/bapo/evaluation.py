@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from bapo.rollouts.collector import draw
-from bapo.rollouts.pool_metrics import Sample
+from bapo.rollouts.draw import Sample, draw
 from bapo.rollouts.prompt_format import PLAIN, PromptFormat
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.seeds import derive_seed

@@ -58,6 +58,13 @@ _TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
     ("policy/log_ratio_clamped_frac", "tokens with |log r| > 20, clamped before exp", "share", "token_mean"),
     ("policy/skipped_updates", "updates skipped for a non-finite loss or gradient, since the start", "updates", "global"),
     ("rollout/reward_mean", "mean reward over every response drawn", "reward", "global"),
+    ("rollout/reward/correctness", "mean reward of the task alone, over every response drawn", "reward", "global"),
+    (
+        "rollout/verify_timeout_frac",
+        "responses that could not be verified (too long, too large, failed); reward 0",
+        "share",
+        "global",
+    ),
     ("rollout/reward_std", "standard deviation of reward over every response drawn", "reward", "global"),
     ("rollout/zero_std_frac", "groups whose rewards are all equal (dropped)", "share", "global"),
     ("rollout/groups_drawn", "groups drawn for this pool", "groups", "global"),
@@ -93,6 +100,10 @@ _PATTERNS: tuple[tuple[re.Pattern[str], Metric], ...] = (
     (
         re.compile(r"bounds/cf/[\w.-]+/positive_ratio"),
         Metric("bounds/cf/<choice>/positive_ratio", "P / (P + N) at those bounds", "share", "global"),
+    ),
+    (
+        re.compile(r"rollout/reward/[\w-]+"),
+        Metric("rollout/reward/<term>", "mean of a term that is added to correctness", "reward", "global"),
     ),
     (
         re.compile(r"eval/[\w-]+/avg@\d+"),

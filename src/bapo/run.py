@@ -149,7 +149,8 @@ def _absolute_paths(cfg: DictConfig) -> None:
 def _saved_config(folder: Path, overrides: list[str]) -> DictConfig:
     """The config a run was started with; of a command line that resumes it, only `RESUME_MAY_CHANGE` counts."""
     cfg = read_config(folder)
-    cfg.setdefault("explain", False)  # runs that began before there was this key
+    for key, value in {"explain": False, "reward": {}}.items():  # runs that began before there was this key
+        cfg.setdefault(key, value)
     changes = [o for o in overrides if not o.startswith("resume=")]
     if refused := [o for o in changes if not o.startswith(RESUME_MAY_CHANGE)]:
         allowed = ", ".join(name.rstrip("=") for name in RESUME_MAY_CHANGE)
@@ -251,7 +252,7 @@ def _build_training(parts: Mapping[str, Any], folder: Path, at_the_end: ExitStac
         reference,
     )
     tokenizer = load_tokenizer(path, **policy.source)
-    collector = Collector(engine, parts["task"], tokenizer, parts["advantage"], rollout, parts["seed"])
+    collector = Collector(engine, parts["task"], tokenizer, parts["advantage"], rollout, parts["seed"], parts["reward"])
     precisions = [DTYPES[policy.dtype], engine.dtype, torch.bfloat16 if options.precision == "bf16-mixed" else torch.float32]
     tolerance = rollout.probe_tolerance or max(TOLERANCE[precision] for precision in precisions)
     data = RolloutDataModule(collector, schedule, folder / "rounds", parts["seed"], tolerance)

@@ -214,12 +214,19 @@ class Loss(Protocol):
 
 
 class Task(Protocol):
-    """Prompts, of which no two of a split share their uid, and the judge of their answers."""
+    """Prompts, of which no two of a split share their uid, and the judge of their answers.
+
+    A further method it may have: `answer(response) -> str | None`, the answer that a response gives, in one spelling, for
+    majority votes. Without it that is the stripped response.
+    """
 
     def prompts(self, split: Literal["train", "test"]) -> Sequence[Prompt]: ...
 
-    def verify(self, prompt: Prompt, response: str) -> float:
-        """Reward of a response's text, special tokens removed: a finite number."""
+    def verify(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Sequence[float | None]:
+        """Rewards of responses' texts, special tokens removed, each to the prompt at its place: finite numbers.
+
+        None: could not be verified. It counts as 0, and apart from what is wrong.
+        """
         ...
 
 

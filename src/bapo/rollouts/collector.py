@@ -7,9 +7,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from numbers import Real
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,57 +16,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from bapo.advantages import zero_variance
+from bapo.rollouts.draw import RewardTerm, Sample, draw
 from bapo.rollouts.pool import Pool, collate
-from bapo.rollouts.pool_metrics import Sample, mismatch_metrics, pool_metrics
+from bapo.rollouts.pool_metrics import mismatch_metrics, pool_metrics
 from bapo.rollouts.prompt_format import PLAIN, PromptFormat
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import prompt_slots
 from bapo.rollouts.seeds import derive_seed
-from bapo.types import Batch, EngineError, PolicyHandle, Prompt, Request, RolloutEngine, SamplingParams, Task
+from bapo.types import Batch, PolicyHandle, Prompt, RolloutEngine, SamplingParams, Task
 
 log = logging.getLogger(__name__)
 
 Advantage = Callable[[Tensor, Sequence[str]], Tensor]
-
-
-def draw(
-    engine: RolloutEngine,
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_format: PromptFormat,
-    prompts: Sequence[tuple[str, Prompt]],
-    sampling: SamplingParams,
-    samples: int,
-    seed_of: Callable[[str, int], int],
-) -> list[Sample]:
-    """`samples` judged responses to each (group uid, prompt), ordered by prompt, then sample index.
-
-    Whatever order the engine answers in, a response is joined to its prompt by (uid, sample index). A group of which the engine
-    lost a response is left out whole. Only texts go to the task; training sees the very ids that were drawn.
-    """
-    requests = []
-    for uid, prompt in prompts:
-        ids = prompt_format.encode(tokenizer, prompt)
-        requests += [Request(uid, index, seed_of(uid, index), ids) for index in range(samples)]
-    drawn = {(r.uid, r.sample_index): r for r in engine.generate(requests, sampling)}
-    if stray := drawn.keys() - {(r.uid, r.sample_index) for r in requests}:
-        raise EngineError(f"the engine returned responses that nobody asked for, such as {min(stray)}")
-    whole = [(uid, prompt) for uid, prompt in prompts if all((uid, index) in drawn for index in range(samples))]
-    if lost := len(prompts) - len(whole):
-        log.warning(
-            "the engine returned %d of %d responses; %d of %d groups are incomplete and dropped",
-            len(drawn), len(requests), lost, len(prompts),
-        )  # fmt: skip
-    judged = []
-    for uid, prompt in whole:
-        for index in range(samples):
-            rollout = drawn[uid, index]
-            text: Any = tokenizer.decode(list(rollout.response_ids), skip_special_tokens=True)
-            reward: Any = task.verify(prompt, text)
-            if not isinstance(reward, Real) or not math.isfinite(reward):
-                raise ValueError(f"the task's reward for prompt {prompt.uid!r} is {reward!r}; it must be a finite number")
-            judged.append(Sample(rollout, float(reward)))
-    return judged
+SHOWN_GROUPS = 8
+"""Groups of a round of which texts are kept."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +71,7 @@ class Collector:
     advantage: Advantage
     options: RolloutOptions
     seed: int
+    terms: Mapping[str, RewardTerm] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prompts = self._short_enough(self.task.prompts("train"))
@@ -159,6 +122,8 @@ class Collector:
         for _ in range(self.options.max_attempts):
             samples += self._draw(round_index, position, ranks)
             position += self.options.prompts_per_round
+            if samples and not any(s.verified for s in samples):
+                raise RuntimeError(f"round {round_index}: none of {len(samples)} responses could be verified")
             uids = [s.rollout.uid for s in samples]
             rewards = torch.tensor([s.reward for s in samples], dtype=torch.float32)
             kept = ~zero_variance(rewards, uids)
@@ -186,6 +151,7 @@ class Collector:
             "sampling": asdict(self.options.sampling),
             "tokenizer": self.tokenizer.name_or_path,
             "metrics": drawn | mismatch_metrics(batch),
+            "samples": self._shown(samples, kept),
             "timing": {"time/refill": time.perf_counter() - start},
         }
         return Pool(batch, tuple((r.uid, r.sample_index, r.seed) for r in trained), meta)
@@ -204,12 +170,27 @@ class Collector:
                 self.options.sampling,
                 self.options.group_size,
                 lambda uid, index: derive_seed(self.seed, "train", round_index, uid, index),
+                self.terms,
             )
         )
         by_group: dict[str, list[Sample]] = {uid: [] for uid, _ in groups}
         for sample in itertools.chain(*parts):
             by_group[sample.rollout.uid].append(sample)
         return list(itertools.chain(*by_group.values()))  # in the order of the prompts, whoever drew them
+
+    def _shown(self, samples: Sequence[Sample], kept: Tensor) -> list[dict[str, Any]]:
+        """For people to read: of the first groups drawn, kept or not, the responses with the lowest and the highest reward."""
+        prompts = {prompt.uid: prompt for prompt in self.prompts}
+        groups: dict[str, list[int]] = {}
+        for index, sample in enumerate(samples):
+            groups.setdefault(sample.rollout.uid, []).append(index)
+        rows = []
+        for uid, members in itertools.islice(groups.items(), SHOWN_GROUPS):
+            prompt = prompts[uid.rpartition("@")[0]]
+            ranked = sorted(members, key=lambda index: samples[index].reward)
+            for index in dict.fromkeys((ranked[0], ranked[-1])):
+                rows.append(_row(prompt, samples[index]) | {"kept": bool(kept[index])})
+        return rows
 
     def _score(self, batch: Batch, policy: PolicyHandle, ranks: Ranks) -> Batch:
         """Behaviour log-probs from the trainer itself: the engine's may come from other kernels or another precision."""
@@ -225,3 +206,19 @@ class Collector:
             scored[:, rank :: ranks.world] = part
         behaviour, entropy, reference = scored
         return replace(batch, behaviour_logprobs=behaviour, behaviour_entropy=entropy, reference_logprobs=reference)
+
+
+def _row(prompt: Prompt, sample: Sample) -> dict[str, Any]:
+    rollout = sample.rollout
+    return {
+        "uid": rollout.uid,
+        "sample_index": rollout.sample_index,
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "response": sample.text,
+        "reward": sample.reward,
+        "correctness": sample.correctness,
+        "length": len(rollout.response_ids),
+        "finish_reason": rollout.finish_reason,
+        "policy_version": rollout.policy_version,
+    }

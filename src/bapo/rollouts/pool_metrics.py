@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bapo.types import Batch, Rollout
-
-
-@dataclass(frozen=True)
-class Sample:
-    rollout: Rollout
-    reward: float
+from bapo.rollouts.draw import Sample
+from bapo.types import Batch
 
 
 def pool_metrics(samples: Sequence[Sample], rewards: Tensor, kept: Tensor, group_size: int, asked: int) -> dict[str, float]:
     """`rollout/*` over every response drawn, kept or not. asked: groups that the engine was asked for."""
     lengths = torch.tensor([len(s.rollout.response_ids) for s in samples], dtype=torch.float64)
-    right = rewards > 0
+    correctness = torch.tensor([s.correctness for s in samples])
+    right = correctness > 0
+    terms = {name: torch.tensor([s.terms[name] for s in samples]) for name in samples[0].terms}
     texts: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for sample in samples:
         texts[sample.rollout.uid].add(sample.rollout.response_ids)
@@ -31,6 +27,9 @@ def pool_metrics(samples: Sequence[Sample], rewards: Tensor, kept: Tensor, group
 
     return {
         "rollout/reward_mean": mean(rewards),
+        "rollout/reward/correctness": mean(correctness),
+        **{f"rollout/reward/{name}": mean(values) for name, values in terms.items()},
+        "rollout/verify_timeout_frac": mean(torch.tensor([not s.verified for s in samples])),
         "rollout/reward_std": float(rewards.double().std(correction=0)),
         "rollout/zero_std_frac": 1.0 - mean(kept),
         "rollout/groups_drawn": float(len(texts)),

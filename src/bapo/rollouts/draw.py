@@ -1,0 +1,91 @@
+"""Drawing and judging: requests go to the engine, responses to the task, and each comes back as a sample with its reward."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from bapo.rollouts.prompt_format import PromptFormat
+from bapo.types import EngineError, Prompt, Request, Rollout, RolloutEngine, SamplingParams, Task
+
+log = logging.getLogger(__name__)
+
+RewardTerm = Callable[[Rollout, str], float]
+"""Of a rollout and its text, what is added to its reward."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A judged response.
+
+    text: without special tokens. correctness: the task's reward, 0 where it could not verify. terms: what is added to it.
+    """
+
+    rollout: Rollout
+    text: str
+    correctness: float
+    verified: bool = True
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def reward(self) -> float:
+        return self.correctness + sum(self.terms.values())
+
+
+def draw(
+    engine: RolloutEngine,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: PromptFormat,
+    prompts: Sequence[tuple[str, Prompt]],
+    sampling: SamplingParams,
+    samples: int,
+    seed_of: Callable[[str, int], int],
+    terms: Mapping[str, RewardTerm] | None = None,
+) -> list[Sample]:
+    """`samples` judged responses to each (group uid, prompt), ordered by prompt, then sample index.
+
+    Whatever order the engine answers in, a response is joined to its prompt by (uid, sample index). A group of which the engine
+    lost a response is left out whole. Only texts go to the task; training sees the very ids that were drawn.
+    """
+    requests = []
+    for uid, prompt in prompts:
+        ids = prompt_format.encode(tokenizer, prompt)
+        requests += [Request(uid, index, seed_of(uid, index), ids) for index in range(samples)]
+    drawn = {(r.uid, r.sample_index): r for r in engine.generate(requests, sampling)}
+    if stray := drawn.keys() - {(r.uid, r.sample_index) for r in requests}:
+        raise EngineError(f"the engine returned responses that nobody asked for, such as {min(stray)}")
+    whole = [(uid, prompt) for uid, prompt in prompts if all((uid, index) in drawn for index in range(samples))]
+    if lost := len(prompts) - len(whole):
+        log.warning(
+            "the engine returned %d of %d responses; %d of %d groups are incomplete and dropped",
+            len(drawn), len(requests), lost, len(prompts),
+        )  # fmt: skip
+    asked = [(prompt, drawn[uid, index]) for uid, prompt in whole for index in range(samples)]
+    return judge(task, tokenizer, asked, terms or {})
+
+
+def judge(
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[tuple[Prompt, Rollout]],
+    terms: Mapping[str, RewardTerm],
+) -> list[Sample]:
+    """A sample for each (prompt, rollout), in order; the task sees all of them at once."""
+    texts: list[Any] = [tokenizer.decode(list(r.response_ids), skip_special_tokens=True) for _, r in asked]
+    rewards: Sequence[Any] = task.verify([prompt for prompt, _ in asked], texts)
+    if len(rewards) != len(asked):
+        raise ValueError(f"the task gave {len(rewards)} rewards for {len(asked)} responses; it must give as many")
+    judged = []
+    for (prompt, rollout), text, reward in zip(asked, texts, rewards, strict=True):
+        if reward is not None and (not isinstance(reward, Real) or not math.isfinite(reward)):
+            raise ValueError(f"the task's reward for prompt {prompt.uid!r} is {reward!r}; it must be a finite number, or None")
+        added = {name: term(rollout, text) for name, term in terms.items()}
+        judged.append(Sample(rollout, text, float(reward or 0.0), reward is not None, added))
+    return judged
