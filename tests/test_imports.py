@@ -13,7 +13,20 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "bapo"
 
 # A row is a module or a folder directly below src/bapo, with the rows it may import. A row imports only rows above it.
-CORE = {"types", "metrics", "ops", "losses", "advantages", "rewards", "tasks", "rollouts", "data", "optimizer", "policy", "module"}
+CORE = {
+    "types",
+    "metrics",
+    "ops",
+    "losses",
+    "advantages",
+    "rewards",
+    "tasks",
+    "rollouts",
+    "data",
+    "optimizer",
+    "policy",
+    "module",
+}
 ROWS: dict[str, set[str]] = {
     "__init__": set(),
     "types": set(),

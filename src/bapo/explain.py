@@ -94,11 +94,23 @@ def data_lines(parts: Mapping[str, Any]) -> list[Line]:
         Line("updates per round", updates, f"E {epochs} * mini-batches {cut}"),
         Line("responses per update", pool // cut, f"{pool:,} / {cut}"),
         Line("response tokens per update", pool // cut * length, f"{pool // cut:,} * {length:,}"),
-        Line("staleness, in updates", f"0 .. {updates - 1}", "0 .. E * mini-batches - 1"),
+        *age_lines(schedule),
         Line("rounds", rounds, "trainer.max_rounds"),
         Line("updates", rounds * updates, f"{rounds:,} * {updates}"),
         Line("responses", rounds * pool, f"{rounds:,} * {pool:,}"),
     ]
+
+
+def age_lines(schedule: Any) -> list[Line]:
+    """Updates between the weights that drew a token and the updates on it."""
+    ages, start = schedule.ages(schedule.lag), schedule.ages(0)
+    how = f"lag {schedule.lag} * {schedule.updates_per_round} updates, and up to E * mini-batches - 1 more"
+    lines = [Line("staleness, in updates", f"{ages[0]} .. {ages[-1]}", how)]
+    if schedule.lag:
+        lines.append(
+            Line("  of the first round", f"{start[0]} .. {start[-1]}", "no older policy yet: it rises to that by round lag")
+        )
+    return lines
 
 
 def model_config(policy: PolicyOptions, task: Any) -> Any:

@@ -46,8 +46,8 @@ class EpochLoader:
 
 class RolloutDataModule(L.LightningDataModule):
     """Epoch n trains on the pool of round n // E. A pool is a file in `rounds_dir`: there -> loaded, not there -> collected.
-
-    So `train_dataloader` may be called any number of times, and a resumed run keeps its calendar. `connect` gives it the policy
+    With `schedule.lag` k the pools up to round n + k are collected before round n. So `train_dataloader` may be called any
+    number of times, and a resumed run keeps its calendar. `connect` gives it the policy
     in training; `on_phase` is told "refill", "eval" and "train" as they begin. probe_tolerance: how far, in nats, the engine's
     log-probs may be from the policy's.
     """
@@ -123,10 +123,18 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def pool(self, round_index: int, ranks: Ranks) -> Pool:
-        """The pool of a round: the one in hand, else from its file, else collected now and filed."""
+        """The pool of a round: the one in hand, else from its file, else collected now and filed, with those that are due."""
         if self._pool is None or self._pool.meta["round"] != round_index:
-            self._pool = self._filed(round_index) or self._collect(round_index, ranks)
-            self.drawn = max(self.drawn, round_index)
+            assert self.trainer is not None
+            last = self.schedule.round_of(self.trainer.max_epochs - 1)  # type: ignore[operator]
+            due = range(round_index, min(round_index + self.schedule.lag, last) + 1)
+            self._pool = self._filed(round_index)
+            ahead = [index for index in due[1:] if index > self.drawn and self._filed(index) is None]
+            missing = ahead if self._pool else [round_index, *ahead]
+            for pool in self._refill(missing, ranks) if missing else ():
+                self._pool = pool if pool.meta["round"] == round_index else self._pool
+            self.drawn = max(self.drawn, due[-1])
+        assert self._pool is not None
         return self._pool
 
     def _filed(self, round_index: int) -> Pool | None:
@@ -138,24 +146,36 @@ class RolloutDataModule(L.LightningDataModule):
             log.warning("%s; nothing has been trained on it, so it is drawn again", error)
             return None
 
-    def _collect(self, round_index: int, ranks: Ranks) -> Pool:
+    def _refill(self, rounds: list[int], ranks: Ranks) -> Iterator[Pool]:
+        """Collects and files the pools of `rounds`, in order, by the policy as it is, with one sync."""
         assert self.policy is not None, "connect a policy first"
-        before = load_meta(self.rounds_dir, round_index - 1) if round_index else {}
+        first = rounds[0]
+        before = load_meta(self.rounds_dir, first - 1) if first else {}
         # A round drawn again would come from a later policy; the round before says where in the prompts to go on.
-        if round_index <= self.drawn or before is None:
-            missing = round_index if round_index <= self.drawn else round_index - 1
+        if first <= self.drawn or before is None:
+            missing = first if first <= self.drawn else first - 1
             raise FileNotFoundError(f"{self.rounds_dir} holds no complete round {missing}; a run needs its rounds to resume")
+        updates, lag = self.schedule.updates_per_round, self.schedule.lag
+        if younger := [index for index in rounds if self.policy.version() > updates * max(0, index - lag)]:
+            log.warning(
+                "the run was made longer: rounds %d to %d are drawn after update %d, so they are younger than "
+                "schedule.lag=%d asks",
+                younger[0], younger[-1], self.policy.version(), lag,
+            )  # fmt: skip
         self.on_phase("refill")
         sync = self.sync_engine(ranks)
+        seconds = sync.pop("time/sync")
         least_rows = self.schedule.minibatches_per_epoch * ranks.world  # every rank needs a row of every mini-batch
-        pool = self.collector.collect(round_index, before, self.policy, least_rows, ranks)
+        for index in rounds:
+            pool = self.collector.collect(index, before, self.policy, least_rows, ranks)
+            pool.meta["timing"]["time/sync"] = seconds if index == first else 0.0
+            pool.meta["metrics"] |= sync | getattr(self.collector.engine, "counters", {})
+            if ranks.rank == 0:
+                pool.save(self.rounds_dir)
+            ranks.gather(None)  # nobody goes on before the file is there
+            before = pool.meta
+            yield pool
         self.rest_engine()
-        pool.meta["timing"]["time/sync"] = sync.pop("time/sync")
-        pool.meta["metrics"] |= sync | getattr(self.collector.engine, "counters", {})
-        if ranks.rank == 0:
-            pool.save(self.rounds_dir)
-        ranks.gather(None)  # nobody goes on before the file is there
-        return pool
 
     def teardown(self, stage: str) -> None:
         self._pool = None

@@ -1,4 +1,4 @@
-"""How old the data may be: how many updates are made on one pool before it is drawn anew."""
+"""How old the data are: how many updates are made on one pool, and how many rounds before its own a pool is drawn."""
 
 from __future__ import annotations
 
@@ -14,20 +14,29 @@ from bapo.rollouts.seeds import derive_seed
 class Schedule:
     """`epochs_per_round` passes (E) over each pool, every pass cut into `minibatches_per_epoch` optimizer updates.
 
-    The k-th update of a round trains on data that are k updates old: 0 .. E * minibatches_per_epoch - 1.
+    The pool of round n is drawn by the policy at the start of round n - `lag`; those of the first `lag` rounds, for which there
+    is no such policy, at the start of the run. So the ages of a round's data are `ages` from round `lag` on.
     """
 
     epochs_per_round: int = 4
     minibatches_per_epoch: int = 4
+    lag: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs_per_round", "minibatches_per_epoch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"schedule.{name} is {getattr(self, name)}; it must be >= 1")
+        if self.lag < 0:
+            raise ValueError(f"schedule.lag is {self.lag}; it must be >= 0")
 
     @property
     def updates_per_round(self) -> int:
         return self.epochs_per_round * self.minibatches_per_epoch
+
+    def ages(self, round_index: int) -> range:
+        """Updates between the weights that drew a round's data and each update on them."""
+        oldest = min(round_index, self.lag) * self.updates_per_round
+        return range(oldest, oldest + self.updates_per_round)
 
     def round_of(self, epoch: int) -> int:
         """The round that Lightning's epoch number `epoch` trains on."""
