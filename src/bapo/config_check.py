@@ -201,6 +201,11 @@ def check_sizes(parts: Mapping[str, Any]) -> None:
         raise ValueError(
             f"rollout.group_size is {rollout.group_size}; a group-relative advantage compares responses to one prompt: >= 2"
         )
+    if rollout.partial and rollout.partial.tokens_per_round >= rollout.sampling.max_tokens:
+        raise ValueError(
+            f"rollout.partial.tokens_per_round is {rollout.partial.tokens_per_round}; it must be < "
+            f"rollout.sampling.max_tokens, {rollout.sampling.max_tokens}: else every response is finished in its first round"
+        )
     pool, cut = rollout.prompts_per_round * rollout.group_size, schedule.minibatches_per_epoch
     if pool % cut:
         near = sorted((n for n in range(1, pool + 1) if pool % n == 0), key=lambda n: (abs(n - cut), n))[:4]

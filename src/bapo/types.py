@@ -65,7 +65,9 @@ class Request:
 class Rollout:
     """One drawn response as token ids, with the engine's log-prob of every token (temperature applied).
 
-    `response_ids` holds the end-of-sequence token when the response ended by itself (`finish_reason` "stop").
+    `response_ids` holds the end-of-sequence token when the response ended by itself (`finish_reason` "stop"). versions: of the
+    weights that drew each token; an engine gives the one `policy_version`. That of a response drawn in several spans is the
+    oldest.
     """
 
     uid: str
@@ -76,6 +78,25 @@ class Rollout:
     sampler_logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     policy_version: int
+    versions: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.versions:
+            object.__setattr__(self, "versions", (self.policy_version,) * len(self.response_ids))
+        assert len(self.response_ids) == len(self.sampler_logprobs) == len(self.versions), self.uid
+
+    def continued(self, span: Rollout) -> Rollout:
+        """This response and, after it, the tokens of `span`, whose prompt ended with this one's ids."""
+        assert span.prompt_ids == self.prompt_ids + self.response_ids, self.uid
+        assert (span.uid, span.sample_index) == (self.uid, self.sample_index)
+        return replace(
+            self,
+            response_ids=self.response_ids + span.response_ids,
+            sampler_logprobs=self.sampler_logprobs + span.sampler_logprobs,
+            versions=self.versions + span.versions,
+            finish_reason=span.finish_reason,
+            policy_version=min(self.versions + span.versions),
+        )
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from bapo.rollouts.collector import Collector
-from bapo.rollouts.pool import Pool, load_meta, load_pool
+from bapo.rollouts.groups import Group
+from bapo.rollouts.pool import Pool, load_carried, load_meta, load_pool
 from bapo.rollouts.probe import PROMPTS, check_probe, probe
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import Schedule, deal_minibatches
@@ -166,14 +167,15 @@ class RolloutDataModule(L.LightningDataModule):
         sync = self.sync_engine(ranks)
         seconds = sync.pop("time/sync")
         least_rows = self.schedule.minibatches_per_epoch * ranks.world  # every rank needs a row of every mini-batch
+        carried: Sequence[Group] = load_carried(self.rounds_dir, first - 1)
         for index in rounds:
-            pool = self.collector.collect(index, before, self.policy, least_rows, ranks)
+            pool = self.collector.collect(index, before, self.policy, least_rows, ranks, carried)
             pool.meta["timing"]["time/sync"] = seconds if index == first else 0.0
             pool.meta["metrics"] |= sync | getattr(self.collector.engine, "counters", {})
             if ranks.rank == 0:
                 pool.save(self.rounds_dir)
             ranks.gather(None)  # nobody goes on before the file is there
-            before = pool.meta
+            before, carried = pool.meta, pool.carried
             yield pool
         self.rest_engine()
 

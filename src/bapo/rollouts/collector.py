@@ -16,27 +16,31 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from bapo.advantages import zero_variance
-from bapo.rollouts.draw import RewardTerm, Sample, draw
-from bapo.rollouts.pool import Pool, collate
-from bapo.rollouts.pool_metrics import mismatch_metrics, pool_metrics
+from bapo.rollouts.draw import RewardTerm, judge
+from bapo.rollouts.drawn import Drawn
+from bapo.rollouts.groups import Group, Member, PartialRollouts, extend, new_group
+from bapo.rollouts.pool import Pool, collate, without_truncated
+from bapo.rollouts.pool_metrics import mismatch_metrics, partial_metrics, pool_metrics
 from bapo.rollouts.prompt_format import PLAIN, PromptFormat
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import prompt_slots
 from bapo.rollouts.seeds import derive_seed
+from bapo.rollouts.shown import shown
 from bapo.types import Batch, PolicyHandle, Prompt, RolloutEngine, SamplingParams, Task
 
 log = logging.getLogger(__name__)
 
 Advantage = Callable[[Tensor, Sequence[str]], Tensor]
-SHOWN_GROUPS = 8
-"""Groups of a round of which texts are kept."""
 
 
 @dataclass(frozen=True)
 class RolloutOptions:
     """`prompts_per_round` groups of `group_size` (G) responses, drawn by `engine(model_path=...)`, make a pool.
 
-    If too few groups have differing rewards to fill the mini-batches, further prompts are drawn, `max_attempts` times in all.
+    If too few groups have differing rewards to fill the mini-batches, further prompts are drawn, `max_attempts` times in all;
+    with `fill_pool` (DAPO's dynamic sampling, arXiv 2503.14476), until `prompts_per_round` groups have. mask_truncated: a
+    response cut by max_tokens counts in its group, and none of its tokens is trained on. partial: responses may take several
+    rounds.
     `prompt`: what a question looks like to the model, in training and evaluation. Training prompts of more than
     `max_prompt_tokens` tokens are left out. probe_tolerance: nats by which engine and trainer may differ after a sync; None:
     what `bapo.rollouts.probe` allows for their precision.
@@ -50,6 +54,9 @@ class RolloutOptions:
     prompt: PromptFormat = PLAIN
     max_prompt_tokens: int | None = None
     probe_tolerance: float | None = None
+    fill_pool: bool = False
+    mask_truncated: bool = False
+    partial: PartialRollouts | None = None
 
     def __post_init__(self) -> None:
         if self.probe_tolerance is not None and not 0 < self.probe_tolerance < math.inf:
@@ -110,18 +117,28 @@ class Collector:
                 f"positions, and the longest prompt takes {longest} ({where})"
             )
 
-    def collect(self, round_index: int, before: dict[str, Any], policy: PolicyHandle, least_rows: int, ranks: Ranks) -> Pool:
-        """The pool of a round. `before`: the meta of the round before it ({} for the first).
+    def collect(
+        self,
+        round_index: int,
+        before: dict[str, Any],
+        policy: PolicyHandle,
+        least_rows: int,
+        ranks: Ranks,
+        carried: Sequence[Group] = (),
+    ) -> Pool:
+        """The pool of a round. before: the meta of the round before it ({} for the first); carried: what that left unfinished.
 
         Every rank draws a share of the prompts and returns the same whole pool of at least `least_rows` rows.
         Raises RuntimeError when `max_attempts` draws of `prompts_per_round` groups hold too few groups with differing rewards.
         """
         start = time.perf_counter()
-        position = first = before.get("next_prompt", 0)
-        samples: list[Sample] = []
-        for _ in range(self.options.max_attempts):
-            samples += self._draw(round_index, position, ranks)
-            position += self.options.prompts_per_round
+        options, drawn = self.options, Drawn(position=before.get("next_prompt", 0))
+        drawn.take_up(carried, options.partial, policy.version())
+        if options.fill_pool:
+            least_rows = max(least_rows, options.prompts_per_round * options.group_size)
+        for _ in range(options.max_attempts):
+            self._draw(drawn, round_index, ranks)
+            samples = drawn.samples
             if samples and not any(s.verified for s in samples):
                 raise RuntimeError(f"round {round_index}: none of {len(samples)} responses could be verified")
             uids = [s.rollout.uid for s in samples]
@@ -131,70 +148,85 @@ class Collector:
                 break
             log.warning("round %d: %d of %d responses teach something; drawing more", round_index, int(kept.sum()), len(kept))
         else:
+            fates = (
+                f" {len(drawn.waiting)} groups are unfinished, {len(drawn.dropped)} were given up." if options.partial else ""
+            )
             raise RuntimeError(
-                f"round {round_index}: after rollout.max_attempts={self.options.max_attempts} draws only {int(kept.sum())} of "
-                f"{len(kept)} responses are in groups with differing rewards; {least_rows} are needed. The task is too hard or "
-                "too easy for this policy: change the task, raise rollout.prompts_per_round or rollout.max_attempts."
+                f"round {round_index}: after rollout.max_attempts={options.max_attempts} draws only {int(kept.sum())} of "
+                f"{len(kept)} responses are in groups with differing rewards; {least_rows} are needed.{fates} The task is "
+                "too hard or too easy for this policy: change it, raise rollout.prompts_per_round or rollout.max_attempts."
             )
         advantages = self.advantage(rewards, uids)
         rows = kept.nonzero().flatten()
-        trained = [samples[i].rollout for i in rows.tolist()]
-        pad_id = self.tokenizer.pad_token_id
-        batch = collate(trained, rewards[rows], advantages[rows], int(pad_id))
-        batch = self._score(batch, policy, ranks)
-        drawn = pool_metrics(samples, rewards, kept, self.options.group_size, asked=position - first)
+        trained = [drawn.members[i] for i in rows.tolist()]
+        batch, drawn.waiting = self._scored(trained, drawn.waiting, policy, ranks)
+        batch = replace(batch, rewards=rewards[rows], advantages=advantages[rows])
+        if options.mask_truncated:
+            batch = without_truncated(batch, [m.rollout for m in trained])
+        drawn.check_accounts(kept_groups=len({uids[i] for i in rows.tolist()}), judged_groups=len(set(uids)))
+        found = pool_metrics(samples, rewards, kept, options.group_size, drawn.lost)
+        if options.partial:
+            found |= partial_metrics(drawn, trained)
         meta = {
             "round": round_index,
             "policy_version": policy.version(),
-            "next_prompt": position,
-            "tokens_total": before.get("tokens_total", 0) + sum(len(s.rollout.response_ids) for s in samples),
-            "sampling": asdict(self.options.sampling),
+            "next_prompt": drawn.position,
+            "tokens_total": before.get("tokens_total", 0) + drawn.tokens,
+            "sampling": asdict(options.sampling),
             "tokenizer": self.tokenizer.name_or_path,
-            "metrics": drawn | mismatch_metrics(batch),
-            "samples": self._shown(samples, kept),
+            "metrics": found | mismatch_metrics(batch),
+            "samples": shown(samples, kept, self.prompts),
             "timing": {"time/refill": time.perf_counter() - start},
         }
-        return Pool(batch, tuple((r.uid, r.sample_index, r.seed) for r in trained), meta)
+        names = tuple((m.rollout.uid, m.rollout.sample_index, m.rollout.seed) for m in trained)
+        return Pool(batch, names, meta, tuple(drawn.waiting))
 
-    def _draw(self, round_index: int, position: int, ranks: Ranks) -> list[Sample]:
-        slots = prompt_slots(len(self.prompts), position, self.options.prompts_per_round, self.seed)
-        # A prompt comes back in every data epoch; as a group it is new each time.
-        groups = [(f"{self.prompts[index].uid}@{data_epoch}", self.prompts[index]) for index, data_epoch in slots]
-        parts = ranks.gather_from(
-            lambda: draw(
-                self.engine,
-                self.task,
-                self.tokenizer,
-                self.options.prompt,
-                groups[ranks.rank :: ranks.world],
-                self.options.sampling,
-                self.options.group_size,
-                lambda uid, index: derive_seed(self.seed, "train", round_index, uid, index),
-                self.terms,
-            )
-        )
-        by_group: dict[str, list[Sample]] = {uid: [] for uid, _ in groups}
-        for sample in itertools.chain(*parts):
-            by_group[sample.rollout.uid].append(sample)
-        return list(itertools.chain(*by_group.values()))  # in the order of the prompts, whoever drew them
+    def _draw(self, drawn: Drawn, round_index: int, ranks: Ranks) -> None:
+        """Begins as many groups as there is room for, extends all that are unfinished and judges those that are then done."""
+        options = self.options
+        slots = prompt_slots(len(self.prompts), drawn.position, options.prompts_per_round - len(drawn.waiting), self.seed)
+        groups = [*drawn.waiting, *(self._new_group(self.prompts[index], data_epoch) for index, data_epoch in slots)]
+        tokens = options.partial.tokens_per_round if options.partial else None
 
-    def _shown(self, samples: Sequence[Sample], kept: Tensor) -> list[dict[str, Any]]:
-        """For people to read: of the first groups drawn, kept or not, the responses with the lowest and the highest reward."""
-        prompts = {prompt.uid: prompt for prompt in self.prompts}
-        groups: dict[str, list[int]] = {}
-        for index, sample in enumerate(samples):
-            groups.setdefault(sample.rollout.uid, []).append(index)
-        rows = []
-        for uid, members in itertools.islice(groups.items(), SHOWN_GROUPS):
-            prompt = prompts[uid.rpartition("@")[0]]
-            ranked = sorted(members, key=lambda index: samples[index].reward)
-            for index in dict.fromkeys((ranked[0], ranked[-1])):
-                rows.append(_row(prompt, samples[index]) | {"kept": bool(kept[index])})
-        return rows
+        def seed_of(uid: str, index: int, spans: int) -> int:
+            parts: tuple[int | str, ...] = (self.seed, "train", round_index, uid, index)
+            return derive_seed(*parts, "span", spans) if spans else derive_seed(*parts)
 
-    def _score(self, batch: Batch, policy: PolicyHandle, ranks: Ranks) -> Batch:
-        """Behaviour log-probs from the trainer itself: the engine's may come from other kernels or another precision."""
-        scored = torch.zeros(3, *batch.input_ids.shape)  # behaviour log-probs, their entropy, reference log-probs
+        extended = ranks.share(groups, lambda mine: extend(self.engine, mine, options.sampling, seed_of, tokens))
+        drawn.extend(groups, extended, len(slots), options.sampling.max_tokens, options.partial)
+        done = [(group.prompt, member.rollout) for group in drawn.done for member in group.members]
+        drawn.samples += ranks.share(done, lambda mine: judge(self.task, self.tokenizer, mine, self.terms))
+
+    def _new_group(self, prompt: Prompt, data_epoch: int) -> Group:
+        """A prompt comes back in every data epoch; as a group it is new each time."""
+        prompt_ids = self.options.prompt.encode(self.tokenizer, prompt)
+        return new_group(f"{prompt.uid}@{data_epoch}", prompt, prompt_ids, self.options.group_size)
+
+    def _scored(
+        self, trained: Sequence[Member], waiting: Sequence[Group], policy: PolicyHandle, ranks: Ranks
+    ) -> tuple[Batch, list[Group]]:
+        """The rows to train on, and the groups that wait, with the trainer's own log-probs.
+
+        An engine's may come from other kernels. A token is scored once, in the round in which it was drawn.
+        """
+        members = [*trained, *(member for group in waiting for member in group.members)]
+        zeros = torch.zeros(len(members))
+        batch = collate([m.rollout for m in members], zeros, zeros, int(self.tokenizer.pad_token_id))
+        scored = self._score(batch, policy, ranks)
+        known = []
+        for row, member in enumerate(members):
+            begin = len(member.rollout.prompt_ids)
+            scored[:, row, begin : begin + member.scores.shape[1]] = member.scores
+            known.append(replace(member, scores=scored[:, row, begin : begin + len(member.rollout.response_ids)].clone()))
+        behaviour, entropy, reference = scored
+        batch = replace(batch, behaviour_logprobs=behaviour, behaviour_entropy=entropy, reference_logprobs=reference)
+        rest = iter(known[len(trained) :])
+        again = [replace(group, members=tuple(itertools.islice(rest, len(group.members)))) for group in waiting]
+        return batch.select(torch.arange(len(trained))), again
+
+    def _score(self, batch: Batch, policy: PolicyHandle, ranks: Ranks) -> Tensor:
+        """Behaviour log-probs, their entropy and reference log-probs, float32 [3, B, T]; ranks share the rows."""
+        scored = torch.zeros(3, *batch.input_ids.shape)
         rows = torch.arange(len(batch))[ranks.rank :: ranks.world]
         mine = scored[:, rows]
         if len(rows):
@@ -204,21 +236,4 @@ class Collector:
             mine[:, :, : share.input_ids.shape[1]] = found
         for rank, part in enumerate(ranks.gather(mine)):
             scored[:, rank :: ranks.world] = part
-        behaviour, entropy, reference = scored
-        return replace(batch, behaviour_logprobs=behaviour, behaviour_entropy=entropy, reference_logprobs=reference)
-
-
-def _row(prompt: Prompt, sample: Sample) -> dict[str, Any]:
-    rollout = sample.rollout
-    return {
-        "uid": rollout.uid,
-        "sample_index": rollout.sample_index,
-        "prompt": prompt.text,
-        "answer": prompt.answer,
-        "response": sample.text,
-        "reward": sample.reward,
-        "correctness": sample.correctness,
-        "length": len(rollout.response_ids),
-        "finish_reason": rollout.finish_reason,
-        "policy_version": rollout.policy_version,
-    }
+        return scored

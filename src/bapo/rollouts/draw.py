@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from bapo.rollouts.groups import extend, new_group
 from bapo.rollouts.prompt_format import PromptFormat
-from bapo.types import EngineError, Prompt, Request, Rollout, RolloutEngine, SamplingParams, Task
-
-log = logging.getLogger(__name__)
+from bapo.types import Prompt, Rollout, RolloutEngine, SamplingParams, Task
 
 RewardTerm = Callable[[Rollout, str], float]
 """Of a rollout and its text, what is added to its reward."""
@@ -51,24 +49,12 @@ def draw(
 ) -> list[Sample]:
     """`samples` judged responses to each (group uid, prompt), ordered by prompt, then sample index.
 
-    Whatever order the engine answers in, a response is joined to its prompt by (uid, sample index). A group of which the engine
-    lost a response is left out whole. Only texts go to the task; training sees the very ids that were drawn.
+    A group of which the engine lost a response is left out whole. Only texts go to the task; training sees the very ids that
+    were drawn.
     """
-    requests = []
-    for uid, prompt in prompts:
-        ids = prompt_format.encode(tokenizer, prompt)
-        requests += [Request(uid, index, seed_of(uid, index), ids) for index in range(samples)]
-    drawn = {(r.uid, r.sample_index): r for r in engine.generate(requests, sampling)}
-    if stray := drawn.keys() - {(r.uid, r.sample_index) for r in requests}:
-        raise EngineError(f"the engine returned responses that nobody asked for, such as {min(stray)}")
-    whole = [(uid, prompt) for uid, prompt in prompts if all((uid, index) in drawn for index in range(samples))]
-    if lost := len(prompts) - len(whole):
-        log.warning(
-            "the engine returned %d of %d responses; %d of %d groups are incomplete and dropped",
-            len(drawn), len(requests), lost, len(prompts),
-        )  # fmt: skip
-    asked = [(prompt, drawn[uid, index]) for uid, prompt in whole for index in range(samples)]
-    return judge(task, tokenizer, asked, terms or {})
+    groups = [new_group(uid, prompt, prompt_format.encode(tokenizer, prompt), samples) for uid, prompt in prompts]
+    whole = extend(engine, groups, sampling, lambda uid, index, spans: seed_of(uid, index))
+    return judge(task, tokenizer, [(group.prompt, m.rollout) for group in whole for m in group.members], terms or {})
 
 
 def judge(

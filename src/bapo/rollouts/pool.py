@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bapo.rollouts.groups import Group, load_groups, save_groups
 from bapo.types import Batch, Rollout
 
 
 @dataclass(frozen=True)
 class Pool:
-    """`batch` [N, T]; `rows` names each of the N sequences as (group uid, sample index, seed).
+    """`batch` [N, T]; `rows` names each of the N sequences as (group uid, sample index, seed); `carried` is unfinished.
 
     `meta` holds plain values only: round, policy_version, next_prompt, tokens_total, sampling,
     tokenizer (where it was loaded from), metrics, timing.
@@ -27,14 +28,16 @@ class Pool:
     batch: Batch
     rows: tuple[tuple[str, int, int], ...]
     meta: dict[str, Any]
+    carried: tuple[Group, ...] = ()
 
     def save(self, folder: Path) -> None:
-        """Two files; the JSON is renamed into place last, so it stands for a complete pool."""
+        """Two files, and two for what is carried on; the JSON is renamed into place last: it stands for a complete pool."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors, header = _paths(folder, self.meta["round"])
         partial = tensors.with_suffix(".partial")
         save_file({f.name: getattr(self.batch, f.name).contiguous() for f in fields(Batch)}, str(partial))
         os.replace(partial, tensors)
+        save_groups(self.carried, _carried_path(folder, self.meta["round"]))
         partial = header.with_suffix(".partial")
         partial.write_text(json.dumps({**self.meta, "rows": self.rows}, indent=1) + "\n")
         os.replace(partial, header)
@@ -43,6 +46,15 @@ class Pool:
 def _paths(folder: Path, round_index: int) -> tuple[Path, Path]:
     stem = folder / f"round_{round_index:05d}"
     return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
+
+
+def _carried_path(folder: Path, round_index: int) -> Path:
+    return folder / f"carried_{round_index:05d}"
+
+
+def load_carried(folder: Path, round_index: int) -> list[Group]:
+    """The groups that a round left unfinished. Raises ValueError for a damaged file."""
+    return load_groups(_carried_path(folder, round_index))
 
 
 def load_meta(folder: Path, round_index: int) -> dict[str, Any] | None:
@@ -90,7 +102,7 @@ def collate(rollouts: Sequence[Rollout], rewards: Tensor, advantages: Tensor, pa
         attention_mask[row, : lengths[row]] = True
         response_mask[row, response] = True
         sampler_logprobs[row, response] = torch.tensor(rollout.sampler_logprobs)
-        policy_version[row, response] = rollout.policy_version
+        policy_version[row, response] = torch.tensor(rollout.versions)
     return Batch(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -102,4 +114,14 @@ def collate(rollouts: Sequence[Rollout], rewards: Tensor, advantages: Tensor, pa
         policy_version=policy_version,
         advantages=advantages.float(),
         rewards=rewards.float(),
+    )
+
+
+def without_truncated(batch: Batch, rollouts: Sequence[Rollout]) -> Batch:
+    """`batch`, whose rows are `rollouts`, with no token left to train on in those that were cut by max_tokens."""
+    cut = torch.tensor([r.finish_reason == "length" for r in rollouts])[:, None]
+    fields = ("behaviour_logprobs", "sampler_logprobs", "behaviour_entropy")
+    masked: dict[str, Any] = {name: getattr(batch, name).masked_fill(cut, 0.0) for name in fields}
+    return replace(
+        batch, response_mask=batch.response_mask & ~cut, policy_version=batch.policy_version.masked_fill(cut, -1), **masked
     )

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from bapo.rollouts.draw import Sample
+from bapo.rollouts.drawn import Drawn
+from bapo.rollouts.groups import Member
 from bapo.types import Batch
 
 
-def pool_metrics(samples: Sequence[Sample], rewards: Tensor, kept: Tensor, group_size: int, asked: int) -> dict[str, float]:
-    """`rollout/*` over every response drawn, kept or not. asked: groups that the engine was asked for."""
+def pool_metrics(samples: Sequence[Sample], rewards: Tensor, kept: Tensor, group_size: int, lost: int) -> dict[str, float]:
+    """`rollout/*` over every response that was finished, kept or not. lost: groups of which the engine lost a response."""
     lengths = torch.tensor([len(s.rollout.response_ids) for s in samples], dtype=torch.float64)
     correctness = torch.tensor([s.correctness for s in samples])
     right = correctness > 0
@@ -33,7 +35,7 @@ def pool_metrics(samples: Sequence[Sample], rewards: Tensor, kept: Tensor, group
         "rollout/reward_std": float(rewards.double().std(correction=0)),
         "rollout/zero_std_frac": 1.0 - mean(kept),
         "rollout/groups_drawn": float(len(texts)),
-        "rollout/groups_lost": float(asked - len(texts)),
+        "rollout/groups_lost": float(lost),
         "rollout/groups_kept": float(int(kept.sum()) // group_size),
         "rollout/response_length_mean": mean(lengths),
         "rollout/response_length_correct_mean": mean(lengths[right]),
@@ -50,4 +52,17 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
         "mismatch/kl_k3": float((gap.exp() - 1 - gap).mean()),
         "mismatch/logp_abs_diff_mean": float(gap.abs().mean()),
         "mismatch/logp_abs_diff_max": float(gap.abs().max()),
+    }
+
+
+def partial_metrics(drawn: Drawn, trained: Sequence[Member]) -> dict[str, float]:
+    """`partial/*`: what partial rollouts leave for later and give up. Giving up favours short answers: the lengths tell."""
+    lengths = [len(m.rollout.response_ids) for group in drawn.dropped for m in group.members]
+    return {
+        "partial/pending_groups": float(len(drawn.waiting)),
+        "partial/dropped_groups": float(len(drawn.dropped)),
+        "partial/dropped_length_mean": sum(lengths) / len(lengths) if lengths else 0.0,
+        "partial/trained_length_mean": sum(len(m.rollout.response_ids) for m in trained) / len(trained),
+        "partial/spans_mean": sum(m.spans for m in trained) / len(trained),
+        "partial/spans_max": float(max(m.spans for m in trained)),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 from bapo.types import EngineError
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Ranks:
         items: list[Any] = [None] * self.world
         torch.distributed.all_gather_object(items, item)
         return items
+
+    def share(self, items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Result]]) -> list[Result]:
+        """What `work` makes of `items`, every rank of its share; in their order, unless a share comes back shorter."""
+        parts = self.gather_from(lambda: list(work(items[self.rank :: self.world])))
+        return [part[index] for index in range(max(map(len, parts), default=0)) for part in parts if index < len(part)]
 
     def gather_from(self, work: Callable[[], Item]) -> list[Item]:
         """What `work` gives every rank. If it failed on one, the others raise EngineError instead of waiting for ever."""
