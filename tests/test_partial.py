@@ -223,9 +223,8 @@ def test_every_group_begun_is_trained_filtered_dropped_lost_or_pending(tokenizer
         engine.load_weights([], 4 * round_index)
         try:
             pool = made.collect(round_index, before, VersionPolicy(4 * round_index), 3, Ranks(), carried)
-        except RuntimeError as error:  # limits that no response keeps
+        except RuntimeError:  # a round is never empty in silence
             assert max_spans is not None or loses
-            assert "needed" in str(error)
             return
         metrics = pool.meta["metrics"]
         trained = {uid for uid, _, _ in pool.rows}

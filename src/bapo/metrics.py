@@ -83,6 +83,8 @@ _TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
     ("partial/trained_length_mean", "mean length of the responses to train on", "tokens", "global"),
     ("partial/spans_mean", "mean number of spans of the responses to train on", "spans", "global"),
     ("partial/spans_max", "largest number of spans of a response to train on", "spans", "global"),
+    ("replay/groups", "groups of earlier rounds that are trained on once more", "groups", "global"),
+    ("replay/row_frac", "responses of earlier rounds among those to train on", "share", "global"),
     ("mismatch/correction_mean", "mean correction factor, 1 without correction", "weight", "token_mean"),
     ("mismatch/corrected_frac", "tokens whose correction factor was truncated or masked", "share", "token_mean"),
     ("mismatch/kl_k3", "mean of x - 1 - log x, x = behaviour prob / sampler prob", "nats", "global"),

@@ -135,6 +135,9 @@ class RolloutDataModule(L.LightningDataModule):
             for pool in self._refill(missing, ranks) if missing else ():
                 self._pool = pool if pool.meta["round"] == round_index else self._pool
             self.drawn = max(self.drawn, due[-1])
+            if self.schedule.replay and self._pool:
+                older = [load_pool(self.rounds_dir, index) for index in self.schedule.replay.of(round_index)]
+                self._pool = self.schedule.replay.add(self._pool, [pool for pool in older if pool], self.seed)
         assert self._pool is not None
         return self._pool
 

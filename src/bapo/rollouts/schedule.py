@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bapo.rollouts.replay_buffer import Replay
 from bapo.rollouts.seeds import derive_seed
 
 
@@ -15,12 +16,14 @@ class Schedule:
     """`epochs_per_round` passes (E) over each pool, every pass cut into `minibatches_per_epoch` optimizer updates.
 
     The pool of round n is drawn by the policy at the start of round n - `lag`; those of the first `lag` rounds, for which there
-    is no such policy, at the start of the run. So the ages of a round's data are `ages` from round `lag` on.
+    is no such policy, at the start of the run. replay: a `bapo.rollouts.replay_buffer.Replay`, groups of earlier rounds to train on once
+    more; None: without.
     """
 
     epochs_per_round: int = 4
     minibatches_per_epoch: int = 4
     lag: int = 0
+    replay: Replay | None = None
 
     def __post_init__(self) -> None:
         for name in ("epochs_per_round", "minibatches_per_epoch"):

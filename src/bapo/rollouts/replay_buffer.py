@@ -1,0 +1,83 @@
+"""Groups of earlier rounds, trained on once more beside those of the round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bapo.rollouts.pool import Pool
+from bapo.rollouts.seeds import derive_seed
+from bapo.types import Batch
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Every round trains on `groups` more groups, drawn from the pools of the `rounds` rounds before it.
+
+    order: uniform, every group is as likely as any other; newest, later rounds first. max_age: a group is left out when its
+    oldest token was drawn more than so many updates before the round's own data; None: no limit.
+    """
+
+    groups: int
+    rounds: int = 1
+    order: Literal["uniform", "newest"] = "uniform"
+    max_age: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("groups", 1), ("rounds", 1), ("max_age", 0)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"schedule.replay.{name} is {value}; it must be >= {least}")
+        if self.order not in ("uniform", "newest"):
+            raise ValueError(f"schedule.replay.order is {self.order!r}; it must be one of uniform, newest")
+
+    def of(self, round_index: int) -> range:
+        """The rounds whose pools may be drawn from, oldest first."""
+        return range(max(0, round_index - self.rounds), round_index)
+
+    def add(self, pool: Pool, older: Sequence[Pool], seed: int) -> Pool:
+        """`pool` with groups of `older` pools, the oldest first, behind its own; `seed` and the round choose.
+
+        Advantages, behaviour log-probs and policy versions stay what they were.
+        """
+        newest = int(pool.batch.policy_version.max())
+        generator = torch.Generator().manual_seed(derive_seed(seed, "replay", pool.meta["round"]))
+        candidates = [(place, rows) for place, old in enumerate(older) for rows in self._young_groups(old, newest)]
+        chosen = torch.randperm(len(candidates), generator=generator).tolist()
+        if self.order == "newest":
+            chosen.sort(key=lambda index: -candidates[index][0])
+        taken = [candidates[index] for index in chosen[: self.groups]]
+        parts, names = [pool.batch], list(pool.rows)
+        for place, old in enumerate(older):
+            rows = torch.tensor([row for at, rows in taken if at == place for row in rows], dtype=torch.int64)
+            parts.append(old.batch.select(rows))
+            names += [old.rows[row] for row in rows.tolist()]
+        again = sum(map(len, parts[1:]))
+        metrics = {"replay/groups": float(len(taken)), "replay/row_frac": again / (again + len(pool.batch))}
+        meta = pool.meta | {"metrics": pool.meta["metrics"] | metrics}
+        return replace(pool, batch=joined(parts), rows=tuple(names), meta=meta)
+
+    def _young_groups(self, pool: Pool, newest: int) -> list[list[int]]:
+        """Rows of each group of `pool` that is young enough."""
+        groups: dict[str, list[int]] = {}
+        for row, (uid, _, _) in enumerate(pool.rows):
+            groups.setdefault(uid, []).append(row)
+        version, mask = pool.batch.policy_version, pool.batch.response_mask
+        oldest = torch.where(mask, version, newest).amin(dim=1)
+        return [rows for rows in groups.values() if self.max_age is None or newest - int(oldest[rows].min()) <= self.max_age]
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """The rows of all batches, as wide as the widest; what fills a row up is what fills up a pool's rows."""
+    width = max(batch.input_ids.shape[1] for batch in batches)
+    blank = {"policy_version": -1}
+
+    def wide(name: str, value: Tensor) -> Tensor:
+        return pad(value, (0, width - value.shape[1]), value=blank.get(name, 0)) if value.dim() == 2 else value
+
+    parts: dict[str, Any] = {f.name: torch.cat([wide(f.name, getattr(b, f.name)) for b in batches]) for f in fields(Batch)}
+    return Batch(**parts)
