@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import SMALL, random_batch, run_experiment
 
-from bapo.rollouts.replay_buffer import Replay, joined
 from bapo.rollouts.pool import Pool, load_pool
+from bapo.rollouts.replay_buffer import Replay, joined
 from bapo.types import Batch
 
 

@@ -16,8 +16,8 @@ class Schedule:
     """`epochs_per_round` passes (E) over each pool, every pass cut into `minibatches_per_epoch` optimizer updates.
 
     The pool of round n is drawn by the policy at the start of round n - `lag`; those of the first `lag` rounds, for which there
-    is no such policy, at the start of the run. replay: a `bapo.rollouts.replay_buffer.Replay`, groups of earlier rounds to train on once
-    more; None: without.
+    is no such policy, at the start of the run. So the ages of a round's data are `ages` from round `lag` on. replay: groups of
+    earlier rounds to train on once more; None: none.
     """
 
     epochs_per_round: int = 4
