@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from bapo.advantages import zero_variance
 from bapo.rollouts.draw import RewardTerm, judge
 from bapo.rollouts.drawn import Drawn
 from bapo.rollouts.groups import Group, Member, PartialRollouts, extend, new_group
@@ -126,62 +125,78 @@ class Collector:
         ranks: Ranks,
         carried: Sequence[Group] = (),
     ) -> Pool:
-        """The pool of a round. before: the meta of the round before it ({} for the first); carried: what that left unfinished.
+        """The pool of a round: `draw`, then `finish`."""
+        drawn = self.draw(round_index, before, policy.version(), least_rows, ranks, carried)
+        return self.finish(drawn, before, policy, ranks)
 
-        Every rank draws a share of the prompts and returns the same whole pool of at least `least_rows` rows.
-        Raises RuntimeError when `max_attempts` draws of `prompts_per_round` groups hold too few groups with differing rewards.
+    def draw(
+        self,
+        round_index: int,
+        before: dict[str, Any],
+        version: int,
+        least_rows: int,
+        ranks: Ranks,
+        carried: Sequence[Group] = (),
+    ) -> Drawn:
+        """What a round's pool is made of, by the engine, which serves weights of `version`, and the task.
+
+        before: the meta of the round before it ({} for the first); carried: what that left unfinished. Every rank draws a share
+        of the prompts and returns the same whole, of which at least `least_rows` responses teach something. Raises RuntimeError
+        when `max_attempts` draws of `prompts_per_round` groups hold too few groups with differing rewards.
         """
         start = time.perf_counter()
-        options, drawn = self.options, Drawn(position=before.get("next_prompt", 0))
-        drawn.take_up(carried, options.partial, policy.version())
+        options = self.options
+        drawn = Drawn(round_index, version, before.get("next_prompt", 0))
+        drawn.take_up(carried, options.partial)
         if options.fill_pool:
             least_rows = max(least_rows, options.prompts_per_round * options.group_size)
         for _ in range(options.max_attempts):
-            self._draw(drawn, round_index, ranks)
-            samples = drawn.samples
-            if samples and not any(s.verified for s in samples):
-                raise RuntimeError(f"round {round_index}: none of {len(samples)} responses could be verified")
-            uids = [s.rollout.uid for s in samples]
-            rewards = torch.tensor([s.reward for s in samples], dtype=torch.float32)
-            kept = ~zero_variance(rewards, uids)
-            if int(kept.sum()) >= least_rows:
-                break
-            log.warning("round %d: %d of %d responses teach something; drawing more", round_index, int(kept.sum()), len(kept))
-        else:
-            fates = (
-                f" {len(drawn.waiting)} groups are unfinished, {len(drawn.dropped)} were given up." if options.partial else ""
-            )
-            raise RuntimeError(
-                f"round {round_index}: after rollout.max_attempts={options.max_attempts} draws only {int(kept.sum())} of "
-                f"{len(kept)} responses are in groups with differing rewards; {least_rows} are needed.{fates} The task is "
-                "too hard or too easy for this policy: change it, raise rollout.prompts_per_round or rollout.max_attempts."
-            )
-        advantages = self.advantage(rewards, uids)
+            self._draw(drawn, ranks)
+            if drawn.samples and not any(s.verified for s in drawn.samples):
+                raise RuntimeError(f"round {round_index}: none of {len(drawn.samples)} responses could be verified")
+            teach, all_drawn = int(drawn.kept.sum()), len(drawn.samples)
+            if teach >= least_rows:
+                drawn.seconds = time.perf_counter() - start
+                return drawn
+            log.warning("round %d: %d of %d responses teach something; drawing more", round_index, teach, all_drawn)
+        fates = f" {len(drawn.waiting)} groups are unfinished, {len(drawn.dropped)} were given up." if options.partial else ""
+        raise RuntimeError(
+            f"round {round_index}: after rollout.max_attempts={options.max_attempts} draws only {teach} of "
+            f"{all_drawn} responses are in groups with differing rewards; {least_rows} are needed.{fates} The task is too hard "
+            "or too easy for this policy: change the task, raise rollout.prompts_per_round or rollout.max_attempts."
+        )
+
+    def finish(self, drawn: Drawn, before: dict[str, Any], policy: PolicyHandle, ranks: Ranks) -> Pool:
+        """The pool of what was drawn. policy: as it was when the engine got its weights."""
+        assert policy.version() == drawn.version
+        start = time.perf_counter()
+        options, kept = self.options, drawn.kept
+        advantages = self.advantage(drawn.rewards, drawn.uids)
         rows = kept.nonzero().flatten()
         trained = [drawn.members[i] for i in rows.tolist()]
-        batch, drawn.waiting = self._scored(trained, drawn.waiting, policy, ranks)
-        batch = replace(batch, rewards=rewards[rows], advantages=advantages[rows])
+        batch, waiting = self._scored(trained, drawn.waiting, policy, ranks)
+        batch = replace(batch, rewards=drawn.rewards[rows], advantages=advantages[rows])
         if options.mask_truncated:
             batch = without_truncated(batch, [m.rollout for m in trained])
-        drawn.check_accounts(kept_groups=len({uids[i] for i in rows.tolist()}), judged_groups=len(set(uids)))
-        found = pool_metrics(samples, rewards, kept, options.group_size, drawn.lost)
+        drawn.check_accounts()
+        found = pool_metrics(drawn.samples, drawn.rewards, kept, options.group_size, drawn.lost)
         if options.partial:
             found |= partial_metrics(drawn, trained)
         meta = {
-            "round": round_index,
-            "policy_version": policy.version(),
+            "round": drawn.round_index,
+            "policy_version": drawn.version,
             "next_prompt": drawn.position,
             "tokens_total": before.get("tokens_total", 0) + drawn.tokens,
             "sampling": asdict(options.sampling),
             "tokenizer": self.tokenizer.name_or_path,
             "metrics": found | mismatch_metrics(batch),
-            "samples": shown(samples, kept, self.prompts),
-            "timing": {"time/refill": time.perf_counter() - start},
+            "samples": shown(drawn.samples, kept, self.prompts),
+            "timing": {"time/refill": drawn.seconds + time.perf_counter() - start},
         }
         names = tuple((m.rollout.uid, m.rollout.sample_index, m.rollout.seed) for m in trained)
-        return Pool(batch, names, meta, tuple(drawn.waiting))
+        return Pool(batch, names, meta, tuple(waiting))
 
-    def _draw(self, drawn: Drawn, round_index: int, ranks: Ranks) -> None:
+    def _draw(self, drawn: Drawn, ranks: Ranks) -> None:
         """Begins as many groups as there is room for, extends all that are unfinished and judges those that are then done."""
         options = self.options
         slots = prompt_slots(len(self.prompts), drawn.position, options.prompts_per_round - len(drawn.waiting), self.seed)
@@ -189,7 +204,7 @@ class Collector:
         tokens = options.partial.tokens_per_round if options.partial else None
 
         def seed_of(uid: str, index: int, spans: int) -> int:
-            parts: tuple[int | str, ...] = (self.seed, "train", round_index, uid, index)
+            parts: tuple[int | str, ...] = (self.seed, "train", drawn.round_index, uid, index)
             return derive_seed(*parts, "span", spans) if spans else derive_seed(*parts)
 
         extended = ranks.share(groups, lambda mine: extend(self.engine, mine, options.sampling, seed_of, tokens))

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
+from bapo.advantages import zero_variance
 from bapo.rollouts.draw import Sample
 from bapo.rollouts.groups import Group, Member, PartialRollouts
 
 
 @dataclass
 class Drawn:
-    """What a round has drawn so far: `position` in the prompts, groups that are `waiting` to be finished, those just `done`,
-    the judged `samples` of all that were done with their `members`, and the counts of everything else.
+    """What a round has drawn so far, by weights of `version`: groups that are `waiting` to be finished, those just `done`, the
+    judged `samples` of all that were done with their `members`, and the counts of everything else.
 
-    begun: groups taken up or begun; lost: by the engine; tokens: drawn in this round; dropped: given up for good.
+    position: in the prompts; begun: groups taken up or begun; lost: by the engine; dropped: given up for good; tokens: drawn in
+    this round, in `seconds`.
     """
 
+    round_index: int
+    version: int
     position: int
     waiting: list[Group] = field(default_factory=list)
     done: list[Group] = field(default_factory=list)
@@ -26,12 +33,28 @@ class Drawn:
     begun: int = 0
     lost: int = 0
     tokens: int = 0
+    seconds: float = 0.0
 
-    def take_up(self, carried: Sequence[Group], partial: PartialRollouts | None, version: int) -> None:
+    @property
+    def uids(self) -> list[str]:
+        """Of the samples' groups."""
+        return [sample.rollout.uid for sample in self.samples]
+
+    @property
+    def rewards(self) -> Tensor:
+        """Of the samples, float32 [N]."""
+        return torch.tensor([sample.reward for sample in self.samples], dtype=torch.float32)
+
+    @property
+    def kept(self) -> Tensor:
+        """Which samples are in groups with differing rewards, bool [N]."""
+        return ~zero_variance(self.rewards, self.uids)
+
+    def take_up(self, carried: Sequence[Group], partial: PartialRollouts | None) -> None:
         """Goes on with what the round before left, but for what is too old."""
         self.begun += len(carried)
         for group in carried:
-            age = version - min(member.rollout.policy_version for member in group.members)
+            age = self.version - min(member.rollout.policy_version for member in group.members)
             old = partial is not None and partial.max_age is not None and age > partial.max_age
             (self.dropped if old else self.waiting).append(group)
 
@@ -55,7 +78,9 @@ class Drawn:
             else:
                 self.waiting.append(group)
 
-    def check_accounts(self, kept_groups: int, judged_groups: int) -> None:
+    def check_accounts(self) -> None:
         """Every group that was begun is trained on, filtered out, dropped, lost or pending; none of them twice."""
-        filtered = judged_groups - kept_groups
-        assert self.begun == kept_groups + filtered + len(self.dropped) + self.lost + len(self.waiting), vars(self)
+        judged = set(self.uids)
+        trained = {uid for uid, keep in zip(self.uids, self.kept.tolist(), strict=True) if keep}
+        filtered = judged - trained
+        assert self.begun == len(trained) + len(filtered) + len(self.dropped) + self.lost + len(self.waiting), vars(self)
