@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import csv
+import threading
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, SMALL, run_experiment
+import torch
+from conftest import REPOSITORY, SMALL, random_batch, run_experiment
 from omegaconf import OmegaConf
 
+from bapo.module import BapoModule
+from bapo.rollouts.hf import HFEngine
 from bapo.rollouts.pool import load_meta
 from bapo.rollouts.schedule import Schedule
+from bapo.types import EngineError
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -56,8 +61,6 @@ def test_on_policy_every_ratio_is_one(small, tmp_path):
 def test_a_lagging_run_that_stops_goes_on_as_if_it_had_not(small, tmp_path, monkeypatch):
     lagging = (*small, "schedule.lag=2", "trainer.max_rounds=5")
     run_experiment(tmp_path / "whole", *lagging)
-    from bapo.module import BapoModule
-
     log_row = BapoModule.log_row
 
     def stop_at_seven(self, row):
@@ -77,13 +80,89 @@ def test_a_run_made_longer_says_that_its_next_rounds_are_younger(small, tmp_path
     lagging = (*small, "schedule.lag=1")
     run_experiment(tmp_path, *lagging, "trainer.max_rounds=2")
     run_experiment(tmp_path, f"resume={tmp_path}", "trainer.max_rounds=4")
-    assert (
-        "the run was made longer: rounds 2 to 2 are drawn after update 8, so they are younger than schedule.lag=1 asks"
-        in caplog.text
-    )
+    assert "rounds 2 to 2 are drawn after update 8, so they are younger than schedule.lag=1 asks" in caplog.text
     assert [load_meta(tmp_path / "rounds", n)["policy_version"] for n in range(4)] == [0, 0, 8, 8]
 
 
 def test_a_negative_lag_is_refused():
     with pytest.raises(ValueError, match=r"schedule.lag is -1; it must be >= 0"):
         Schedule(lag=-1)
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("extra", [(), ("+partial=default", "rollout.partial.tokens_per_round=3", "rollout.max_attempts=6")])
+def test_drawing_beside_the_training_changes_nothing_but_the_time(lag, extra, small, tmp_path):
+    """Evaluations and checkpoints come in between, where the engine has to be waited for."""
+    common = [value for value in small if value != "callbacks.evaluate=null"]
+    common += [f"schedule.lag={lag}", "trainer.max_rounds=4", "callbacks.checkpoint.every_n_updates=3", *extra]
+    run_experiment(tmp_path / "one_after_the_other", *common)
+    run_experiment(tmp_path / "beside", *common, "schedule.overlap=true")
+    assert (tmp_path / "beside" / "metrics.csv").read_text() == (tmp_path / "one_after_the_other" / "metrics.csv").read_text()
+    timing = (tmp_path / "beside" / "timing.csv").read_text()
+    assert "time/wait" in timing
+
+
+def test_a_run_that_draws_beside_its_training_stops_and_goes_on(small, tmp_path, monkeypatch):
+    lagging = (*small, "schedule.lag=1", "schedule.overlap=true", "trainer.max_rounds=4")
+    run_experiment(tmp_path / "whole", *lagging)
+    log_row = BapoModule.log_row
+
+    def stop_at_six(self, row):
+        log_row(self, row)
+        if self.global_step == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(BapoModule, "log_row", stop_at_six)
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(tmp_path / "cut", *lagging, "callbacks.checkpoint.every_n_updates=5")
+    monkeypatch.setattr(BapoModule, "log_row", log_row)
+    run_experiment(tmp_path / "cut", f"resume={tmp_path / 'cut'}")
+    assert (tmp_path / "cut" / "metrics.csv").read_text() == (tmp_path / "whole" / "metrics.csv").read_text()
+
+
+def test_an_engine_that_fails_beside_the_training_is_said_with_a_checkpoint(small, tmp_path, monkeypatch):
+    generate, calls = HFEngine.generate, []
+
+    def fails_at_last(self, requests, sampling):
+        if threading.current_thread().name == "rollouts":
+            raise EngineError("the engine died")
+        calls.append(len(requests))
+        return generate(self, requests, sampling)
+
+    monkeypatch.setattr(HFEngine, "generate", fails_at_last)
+    lagging = (*small, "schedule.lag=1", "schedule.overlap=true", "trainer.max_rounds=3")
+    with pytest.raises(EngineError, match="the engine died"):
+        run_experiment(tmp_path, *lagging, "callbacks.checkpoint.every_n_updates=1000")
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == ["update=000004.ckpt"]
+    monkeypatch.setattr(HFEngine, "generate", generate)
+    run_experiment(tmp_path, f"resume={tmp_path}")
+    assert len(rows(tmp_path)) >= 12
+
+
+def test_a_snapshot_scores_as_the_policy_did_and_leaves_it_alone(small, tmp_path, monkeypatch):
+    seen = {}
+    log_row = BapoModule.log_row
+
+    def look(self, row):
+        log_row(self, row)
+        if "policy/loss" not in row:
+            return
+        batch = random_batch(4)
+        if self.global_step == 1:
+            seen["then"], seen["score"] = self.as_it_is(), self.score(batch).logprobs
+        if self.global_step == 3:
+            weights = {name: value.clone() for name, value in self.policy.named_parameters()}
+            assert not torch.equal(self.score(batch).logprobs, seen["score"])
+            assert torch.equal(seen["then"].score(batch).logprobs, seen["score"])
+            assert seen["then"].version() == 1
+            assert all(torch.equal(value, weights[name]) for name, value in self.policy.named_parameters())
+            seen["done"] = True
+
+    monkeypatch.setattr(BapoModule, "log_row", look)
+    run_experiment(tmp_path, *small, "trainer.max_rounds=1")
+    assert seen["done"]
+
+
+def test_overlap_without_lag_is_refused():
+    with pytest.raises(ValueError, match=r"schedule.overlap is True with schedule.lag 0"):
+        Schedule(overlap=True)

@@ -94,6 +94,7 @@ _TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
     ("staleness/mean", "mean over trained tokens of updates since their weights", "updates", "token_mean"),
     ("staleness/max", "largest number of updates since a trained token's weights", "updates", "max"),
     ("time/refill", "wall time of collecting this pool", "s", "global"),
+    ("time/wait", "wall time that training waited for this pool, drawn beside it", "s", "global"),
     ("time/sync", "wall time of handing weights to the engine", "s", "global"),
     ("time/train", "wall time of this update", "s", "global"),
     ("time/eval", "wall time of the evaluation", "s", "global"),

@@ -22,6 +22,7 @@ from bapo.ops.microbatch import MicroBatch, cut_by_tokens
 from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy
 from bapo.policy.checkpoint import with_base, without_base
+from bapo.policy.snapshot import PolicyThen
 from bapo.types import Adapter, Batch, ClipBounds, Loss, LossOutput, MiniBatch, Scores
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,9 @@ class BapoModule(L.LightningModule):
 
     def version(self) -> int:
         return self.global_step
+
+    def as_it_is(self) -> PolicyThen:
+        return PolicyThen(self, [p for p in self.policy.parameters() if p.requires_grad])
 
     # -- one update --
 

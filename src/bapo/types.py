@@ -303,3 +303,7 @@ class PolicyHandle(Protocol):
     def version(self) -> int:
         """Completed optimizer updates."""
         ...
+
+    def as_it_is(self) -> PolicyHandle:
+        """This policy with the weights it has now, whatever training makes of it."""
+        ...

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 
+from bapo.data.ahead import Ahead
 from bapo.rollouts.collector import Collector
 from bapo.rollouts.groups import Group
 from bapo.rollouts.pool import Pool, load_carried, load_meta, load_pool
@@ -64,8 +67,11 @@ class RolloutDataModule(L.LightningDataModule):
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.drawn = -1  # the newest round there has been; with the checkpoint it says which files must exist
         self._pool: Pool | None = None
+        self._ahead: Callable[[], None] | None = None
+        self._group: Any = None
 
     def state_dict(self) -> dict[str, int]:
+        self.settle()  # from a checkpoint the pool could not be drawn again by the same policy
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -80,6 +86,7 @@ class RolloutDataModule(L.LightningDataModule):
         Raises EngineError, on every rank, where the proof fails.
         """
         assert self.policy is not None, "connect a policy first"
+        self.settle()
         start = time.perf_counter()
         ranks.gather_from(lambda: self._load_engine(ranks))
         collector, policy = self.collector, self.policy
@@ -124,17 +131,21 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def pool(self, round_index: int, ranks: Ranks) -> Pool:
-        """The pool of a round: the one in hand, else from its file, else collected now and filed, with those that are due."""
+        """The pool of a round: the one in hand, else from its file, else collected now and filed, with those that are due.
+
+        With `schedule.overlap` the last of those is drawn while the policy trains on this one.
+        """
         if self._pool is None or self._pool.meta["round"] != round_index:
             assert self.trainer is not None
+            self.settle()
             last = self.schedule.round_of(self.trainer.max_epochs - 1)  # type: ignore[operator]
             due = range(round_index, min(round_index + self.schedule.lag, last) + 1)
             self._pool = self._filed(round_index)
             ahead = [index for index in due[1:] if index > self.drawn and self._filed(index) is None]
             missing = ahead if self._pool else [round_index, *ahead]
-            for pool in self._refill(missing, ranks) if missing else ():
+            for pool in self._refill(missing, round_index, ranks) if missing else ():
                 self._pool = pool if pool.meta["round"] == round_index else self._pool
-            self.drawn = max(self.drawn, due[-1])
+            self.drawn = max(self.drawn, due[-1] - (self._ahead is not None))
             if self.schedule.replay and self._pool:
                 older = [load_pool(self.rounds_dir, index) for index in self.schedule.replay.of(round_index)]
                 self._pool = self.schedule.replay.add(self._pool, [pool for pool in older if pool], self.seed)
@@ -150,8 +161,11 @@ class RolloutDataModule(L.LightningDataModule):
             log.warning("%s; nothing has been trained on it, so it is drawn again", error)
             return None
 
-    def _refill(self, rounds: list[int], ranks: Ranks) -> Iterator[Pool]:
-        """Collects and files the pools of `rounds`, in order, by the policy as it is, with one sync."""
+    def _refill(self, rounds: list[int], now: int, ranks: Ranks) -> Iterator[Pool]:
+        """Collects and files the pools of `rounds`, in order, by the policy as it is, with one sync.
+
+        With `schedule.overlap` the last is only begun, unless it is that of round `now`.
+        """
         assert self.policy is not None, "connect a policy first"
         first = rounds[0]
         before = load_meta(self.rounds_dir, first - 1) if first else {}
@@ -162,8 +176,8 @@ class RolloutDataModule(L.LightningDataModule):
         updates, lag = self.schedule.updates_per_round, self.schedule.lag
         if younger := [index for index in rounds if self.policy.version() > updates * max(0, index - lag)]:
             log.warning(
-                "the run was made longer: rounds %d to %d are drawn after update %d, so they are younger than "
-                "schedule.lag=%d asks",
+                "rounds %d to %d are drawn after update %d, so they are younger than schedule.lag=%d asks: the run was made "
+                "longer, or stopped while they were drawn",
                 younger[0], younger[-1], self.policy.version(), lag,
             )  # fmt: skip
         self.on_phase("refill")
@@ -172,18 +186,61 @@ class RolloutDataModule(L.LightningDataModule):
         least_rows = self.schedule.minibatches_per_epoch * ranks.world  # every rank needs a row of every mini-batch
         carried: Sequence[Group] = load_carried(self.rounds_dir, first - 1)
         for index in rounds:
+            facts = sync | {"time/sync": seconds if index == first else 0.0}
+            if self.schedule.overlap and index == rounds[-1] > now:
+                self._draw_beside(index, before, least_rows, carried, facts, ranks)
+                return
             pool = self.collector.collect(index, before, self.policy, least_rows, ranks, carried)
-            pool.meta["timing"]["time/sync"] = seconds if index == first else 0.0
-            pool.meta["metrics"] |= sync | getattr(self.collector.engine, "counters", {})
-            if ranks.rank == 0:
-                pool.save(self.rounds_dir)
-            ranks.gather(None)  # nobody goes on before the file is there
+            self._file(pool, facts, ranks)
             before, carried = pool.meta, pool.carried
             yield pool
         self.rest_engine()
 
+    def _file(self, pool: Pool, facts: dict[str, float], ranks: Ranks) -> None:
+        """Writes a pool, with `facts` measured outside the collector."""
+        timing = {name: value for name, value in facts.items() if name.startswith("time/")}
+        pool.meta["timing"] |= timing
+        pool.meta["metrics"] |= {name: value for name, value in facts.items() if name not in timing}
+        pool.meta["metrics"] |= getattr(self.collector.engine, "counters", {})
+        if ranks.rank == 0:
+            pool.save(self.rounds_dir)
+        ranks.gather(None)  # nobody goes on before the file is there
+
+    def _draw_beside(
+        self,
+        index: int,
+        before: dict[str, Any],
+        least_rows: int,
+        carried: Sequence[Group],
+        facts: dict[str, float],
+        ranks: Ranks,
+    ) -> None:
+        """Begins to draw a pool in a thread. `settle` has it scored by the weights that draw it, and filed."""
+        assert self.policy is not None
+        policy = self.policy.as_it_is()
+        if ranks.world > 1 and self._group is None:  # training has the default group to itself
+            self._group = torch.distributed.new_group(backend="gloo")
+        apart = replace(ranks, group=self._group)
+        work = Ahead(lambda: self.collector.draw(index, before, policy.version(), least_rows, apart, carried))
+
+        def finish() -> None:
+            start = time.perf_counter()
+            drawn = work.result()
+            waited = {"time/wait": time.perf_counter() - start}
+            self._file(self.collector.finish(drawn, before, policy, ranks), facts | waited, ranks)
+            self.drawn = max(self.drawn, index)
+            self.rest_engine()
+
+        self._ahead = finish
+
+    def settle(self) -> None:
+        """Waits for the pool that is drawn beside the training, if one is, and files it."""
+        finish, self._ahead = self._ahead, None
+        if finish is not None:
+            finish()
+
     def teardown(self, stage: str) -> None:
-        self._pool = None
+        self._pool = self._ahead = None
 
 
 def _longest_first(rows: Any, pool: Pool) -> Any:

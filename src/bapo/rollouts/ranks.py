@@ -16,17 +16,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the data-parallel ones."""
+    """This process among the data-parallel ones. group: torch's process group to talk over; None: the default one."""
 
     rank: int = 0
     world: int = 1
+    group: Any = None
 
     def gather(self, item: Item) -> list[Item]:
         """The item of every rank, in rank order, on every rank."""
         if self.world == 1:
             return [item]
         items: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(items, item)
+        torch.distributed.all_gather_object(items, item, group=self.group)
         return items
 
     def share(self, items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Result]]) -> list[Result]:

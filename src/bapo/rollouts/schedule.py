@@ -17,13 +17,14 @@ class Schedule:
 
     The pool of round n is drawn by the policy at the start of round n - `lag`; those of the first `lag` rounds, for which there
     is no such policy, at the start of the run. So the ages of a round's data are `ages` from round `lag` on. replay: groups of
-    earlier rounds to train on once more; None: none.
+    earlier rounds to train on once more; None: none. overlap: a pool is drawn while the policy trains; it is the same pool.
     """
 
     epochs_per_round: int = 4
     minibatches_per_epoch: int = 4
     lag: int = 0
     replay: Replay | None = None
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name in ("epochs_per_round", "minibatches_per_epoch"):
@@ -31,6 +32,8 @@ class Schedule:
                 raise ValueError(f"schedule.{name} is {getattr(self, name)}; it must be >= 1")
         if self.lag < 0:
             raise ValueError(f"schedule.lag is {self.lag}; it must be >= 0")
+        if self.overlap and not self.lag:
+            raise ValueError("schedule.overlap is True with schedule.lag 0; data drawn beside the training are older: lag >= 1")
 
     @property
     def updates_per_round(self) -> int:

@@ -1,0 +1,54 @@
+"""The policy as it was: what it scores later is what it would have scored then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from bapo.types import Adapter, Batch, PolicyHandle, Scores
+
+
+class PolicyThen:
+    """A PolicyHandle on `policy` with the weights that it has now; they are kept on the CPU.
+
+    parameters: those of `policy` that training changes.
+    """
+
+    def __init__(self, policy: PolicyHandle, parameters: Iterable[Tensor]):
+        self._policy, self._version = policy, policy.version()
+        self._weights = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
+
+    def version(self) -> int:
+        return self._version
+
+    def score(self, batch: Batch) -> Scores:
+        with self._in_place():
+            return self._policy.score(batch)
+
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        return self._policy.reference_logprobs(batch)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        with self._in_place():
+            yield from self._policy.named_weights()
+
+    def adapter(self) -> Adapter | None:
+        with self._in_place():
+            return self._policy.adapter()
+
+    def as_it_is(self) -> PolicyThen:
+        return self
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """The weights of then in the policy. Afterwards it has the very tensors that it had before."""
+        now = [parameter.data for parameter, _ in self._weights]
+        try:
+            for parameter, weight in self._weights:
+                parameter.data = weight.to(parameter.device)
+            yield
+        finally:
+            for (parameter, _), tensor in zip(self._weights, now, strict=True):
+                parameter.data = tensor
