@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
+from bapo.contracts import PolicyHandle
 from bapo.rollouts.collector import Collector
 from bapo.rollouts.pool import Pool, load_meta, load_pool
 from bapo.rollouts.probe import PROMPTS, check_probe, probe
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import Schedule, deal_minibatches
-from bapo.types import MiniBatch, PolicyHandle
+from bapo.types import MiniBatch
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 class EpochLoader:
     """The mini-batches of one epoch. Its state is how many have been handed out, so that a run can stop between two of them."""
 
-    def __init__(self, minibatches: list[MiniBatch]):
+    def __init__(self, minibatches: Sequence[MiniBatch]):
         self.minibatches = minibatches
         self.handed_out = 0
         self.resume_at = 0
