@@ -22,6 +22,7 @@ from conftest import REPOSITORY, run_experiment
 from hydra import compose, initialize_config_dir
 from lightning import Callback
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from task_files import local_data
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -39,7 +40,9 @@ from bapo.rollouts.vllm_server import VLLMServerRollouts
 from bapo.run import build_parts
 from bapo.run_folder import register_resolvers
 from bapo.tasks.arithmetic import Arithmetic
-from bapo.tasks.gsm8k import GSM8K
+from bapo.tasks.digit_ops import DigitOps
+from bapo.tasks.problems import Problems
+from bapo.tasks.reasoning_gym import ReasoningGym
 from bapo.warm_start import WarmStart
 
 CONF = REPOSITORY / "conf"
@@ -105,7 +108,17 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Every file.
 
-FILES = sorted(path.relative_to(CONF).with_suffix("") for path in CONF.glob("*/*.yaml") if path.stem[0] != "_")
+OF_EVALUATE = {"benchmark", "protocol"}  # of evaluate.py alone: tests/test_evaluate_entry.py builds them
+OF_SFT = {"data", "sft_optimizer", "callbacks/sft"}  # of sft.py alone: tests/test_sft.py trains with them
+FILES = sorted(
+    file
+    for file in (path.relative_to(CONF).with_suffix("") for path in CONF.glob("*/*.yaml"))
+    if file.stem[0] != "_" and not {file.parts[0], str(file)} & (OF_SFT | OF_EVALUATE)
+)
+
+
+TEST_ONLY = {"math500", "aime24", "aime25"}  # tasks that can be evaluated, but not trained on
+OF_A_HUB_MODEL = {"gsm8k", "skywork", "files", "verl_format", "reasoning_gym", *TEST_ONLY}
 
 
 @pytest.fixture(scope="session")
@@ -141,14 +154,10 @@ def stand_ins(byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             more += ["trainer.accelerator=cpu", "trainer.devices=1", "trainer.strategy=auto"]
         if cfg.policy.warm_start is None:
             more += [f"policy.path={byte_model}"]
-        if cfg.task._target_.endswith("GSM8K"):
-            rows = "".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) + "\n" for n in range(200))
-            for split in ("train", "test"):
-                (tmp_path / f"{split}.jsonl").write_text(rows)
-            more += [f"task.path={tmp_path}"]
+        more += local_data(cfg.task._target_.rpartition(".")[2], tmp_path)
         if cfg.policy.warm_start is None or cfg.policy.warm_start._target_.endswith("SmolLM2"):  # the model knows nothing
-            monkeypatch.setattr(GSM8K, "verify", lambda self, prompt, response: len(response) % 2)
-            monkeypatch.setattr(Arithmetic, "verify", lambda self, prompt, response: len(response) % 2)
+            for task in (Problems, Arithmetic, ReasoningGym):
+                monkeypatch.setattr(task, "verify", lambda self, prompts, responses: [len(said) % 2 for said in responses])
             more += ["rollout.max_prompt_tokens=512"]  # a token per byte
         return more
 
@@ -177,14 +186,24 @@ def test_every_file_of_conf_trains(
     chosen = choice(file)
     if file.parts == ("policy", "hub"):
         chosen.append(f"policy.path={warm_model(cache_dir)}")
+    if file.parts == ("policy", "tiny_untrained"):  # it earns nothing
+        monkeypatch.setattr(DigitOps, "verify", lambda self, prompts, responses: [len(response) % 2 for response in responses])
     if file.parts == ("policy", "smollm2"):
         chosen.append("task=arithmetic")
-    if file.parts == ("task", "gsm8k"):
+    if file.parts[0] == "task" and file.name in OF_A_HUB_MODEL:
         chosen += ["policy=hub", "policy.path=any"]
+    if file.parts == ("task", "skywork"):
+        chosen.append("callbacks.evaluate.split=train")
     keep = ["schedule"] if file.parts[0] in ("schedule", *OVERLAYS) else []
     overrides = shrunk(*chosen, keep=keep, cache_dir=cache_dir)
     if file.parts[0] in ("experiment", "rollout", "task") or file.name == "smollm2":
         overrides += stand_ins(*overrides)
+    if file.parts[0] == "task" and file.name in TEST_ONLY:
+        task = parts_of(*overrides)["task"]
+        assert len(task.prompts("test")) == task.sizes["test"] == 32
+        with pytest.raises(ValueError, match=f"the task {file.name} has only 'test'"):
+            run_experiment(tmp_path, *overrides)
+        return
     cfg = composed(*overrides)
     if cfg.trainer.accelerator == "gpu" and not torch.accelerator.device_count():
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
@@ -410,6 +429,12 @@ REFUSED = {
     "policy.warm_start.steps=0": "policy.warm_start.steps is 0; it must be an integer >= 1",
     "policy.warm_start.model.head_dim=3": "head_dim is 3; it must be even",
     "task=gsm8k task.test_size=0": "task.test_size is 0; it must be >= 1, or null for all rows",
+    "task=skywork task.max_difficulty=17": "task.max_difficulty is 17; it must be in [0, 16]",
+    "task=skywork task.difficulty_model=R1": "task.difficulty_model is 'R1'; it must be one of DeepSeek-R1-Distill-Qwen-1.5B,",
+    "task=files": "task.train and task.test are null; at least one of them must be a file",
+    "task=verl_format task.train=none.parquet": "task.train is 'none.parquet'; it must be a file: .jsonl, .json, .parquet",
+    "task=math500 task.bad_rows=drop": "task.bad_rows is 'drop'; it must be one of refuse, skip",
+    "task=reasoning_gym task.dataset=n_queens": "task.dataset is 'n_queens', whose scorer runs what the model writes as Python",
     "task=arithmetic task.operations=[plus]": "task.operations is ['plus']; it must be some of +, -, *, each once",
     "explain=1": "explain is 1; it must be true or false",
     "task.digits=0": "task.digits is 0; it must be in [2, 16]",

@@ -39,17 +39,28 @@ def test_operations_keep_leading_zeros_and_repeats() -> None:
     ],
 )
 def test_verify(response: str, reward: float) -> None:
-    assert DigitOps().verify(Prompt("u", "b58392=", "98532"), response) == reward
+    assert DigitOps().verify([Prompt("u", "b58392=", "98532")], [response]) == [reward]
+
+
+def test_every_response_is_judged_by_the_prompt_at_its_place() -> None:
+    prompts = [Prompt("u", "c12=", "12"), Prompt("v", "d12=", "21")]
+    assert DigitOps().verify(prompts, ["12", "12"]) == [1.0, 0.0]
+    assert DigitOps().verify(prompts, ["21", "21"]) == [0.0, 1.0]
+
+
+def test_the_answer_is_the_last_attempt() -> None:
+    said = [DigitOps().answer(response) for response in ("12", "21x12", "1x2x3", "1x2x3x4", "12x", "")]
+    assert said == ["12", "12", "3", None, None, None]
 
 
 def test_verify_with_one_attempt_refuses_a_retry() -> None:
     task, prompt = DigitOps(max_attempts=1), Prompt("u", "c12=", "12")
-    assert (task.verify(prompt, "12"), task.verify(prompt, "21x12")) == (1.0, 0.0)
+    assert task.verify([prompt] * 2, ["12", "21x12"]) == [1.0, 0.0]
 
 
 def test_exactness_counts_where_operations_agree() -> None:
     """On sorted digits, sorting up and copying are the same answer."""
-    assert DigitOps().verify(Prompt("u", "a12345=", "12345"), OPERATIONS["c"]("12345")) == 1.0
+    assert DigitOps().verify([Prompt("u", "a12345=", "12345")], [OPERATIONS["c"]("12345")]) == [1.0]
 
 
 def test_prompts_hold_the_answer_of_their_own_text() -> None:

@@ -15,13 +15,14 @@ import torch
 from conftest import REPOSITORY, SMALL, random_batch, run_experiment
 from test_module import BAPO, Rounds, Rows, behaviour_of
 
+from bapo.contracts import EngineError
 from bapo.losses import M2poLoss
 from bapo.losses.weights import Objective
 from bapo.module import BapoModule
 from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy, load_model
 from bapo.rollouts.ranks import Ranks
-from bapo.types import Batch, EngineError, Loss, MiniBatch
+from bapo.types import Batch, Loss, MiniBatch
 
 pytestmark = pytest.mark.slow
 

@@ -13,48 +13,42 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "bapo"
 
 # A row is a module or a folder directly below src/bapo, with the rows it may import. A row imports only rows above it.
-CORE = {
-    "types",
-    "metrics",
-    "ops",
-    "losses",
-    "advantages",
-    "rewards",
-    "tasks",
-    "rollouts",
-    "data",
-    "optimizer",
-    "policy",
-    "module",
-}
+CORE = {"types", "contracts", "metrics", "ops", "losses", "advantages", "rewards", "tasks", "rollouts", "data", "optimizer"}
+CORE |= {"policy", "updates", "module"}
 ROWS: dict[str, set[str]] = {
     "__init__": set(),
     "types": set(),
+    "contracts": {"types"},
     "metrics": set(),
     "ops": {"types"},
     "losses": {"types", "ops"},
     "advantages": {"types"},
     "rewards": {"types"},
     "tasks": {"types"},
-    "rollouts": {"types", "tasks", "advantages"},
-    "data": {"types", "rollouts"},
+    "rollouts": {"types", "contracts", "tasks", "advantages"},
+    "data": {"types", "contracts", "rollouts"},
     "optimizer": set(),
-    "policy": {"types", "ops"},
-    "module": {"types", "ops", "losses", "policy", "metrics", "optimizer"},
+    "policy": {"types", "contracts", "ops"},
+    "updates": {"policy", "metrics", "optimizer"},
+    "module": {"types", "ops", "losses", "policy", "metrics", "optimizer", "updates"},
     "warm_start": CORE,
     "evaluation": CORE,
     "run_folder": CORE,
     "config_check": CORE,
     "loggers": CORE | {"run_folder"},
-    "analysis": CORE | {"run_folder"},
+    "analysis": CORE | {"run_folder", "evaluation"},
     "callbacks": CORE | {"evaluation", "run_folder"},
 }
 ROWS["options"] = CORE
 ROWS["process"] = {"run_folder"}
+ROWS["job"] = {"updates", "options", "run_folder", "process", "config_check", "loggers", "callbacks"}
 ROWS["explain"] = {"options", "policy"}
-ROWS["cli"] = {"types", "run_folder", "config_check"}
-ROWS["export"] = {"options", "policy", "process", "rollouts", "run_folder", "cli"}  # an entry point
+ROWS["cli"] = {"contracts", "run_folder", "config_check"}
+# Entry points.
+ROWS["export"] = {"options", "policy", "process", "rollouts", "run_folder", "cli"}
 ROWS["run"] = set(ROWS) - {"cli", "export"}
+ROWS["sft"] = CORE | {"job", "options", "run_folder", "config_check", "export"}
+ROWS["benchmark"] = CORE | {"evaluation", "job", "options", "run_folder", "process", "config_check", "export", "warm_start"}
 
 # The mathematics stands on torch alone, so that it can be read, tested and reused without a trainer.
 THIRD_PARTY: dict[str, set[str]] = {

@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, run_experiment
 from omegaconf import OmegaConf
+from task_files import local_data
 from test_configs import byte_model, composed, shrunk, stand_ins, warm_model, without_hydra  # noqa: F401 - fixtures
+from test_evaluate_entry import TASK, WARM
+from test_evaluate_entry import composed as evaluation
 
+from bapo.benchmark.run import run as evaluate
 from bapo.config_check import all_keys
 from bapo.metrics import METRICS, lookup
 
@@ -40,6 +44,8 @@ def kind(command: str) -> str:
     match shlex.split(command):
         case [python, "train.py", *rest] if python in PYTHON:
             return "sweep" if "-m" in rest or "--multirun" in rest else "run"
+        case [python, "evaluate.py" | "sft.py" as script, *_] if python in PYTHON:
+            return script.removesuffix(".py")
         case [python, "-m", module, *_] if python in PYTHON and module.split(".")[0] == "bapo":
             return "module"
         case [python, script] if python in PYTHON and (REPOSITORY / "tests" / "test_benchmarks.py").read_text().count(
@@ -120,6 +126,33 @@ def test_a_run_of_the_readme_trains(
     metrics = run_experiment(tmp_path, *shrunk(*arguments, cache_dir=cache_dir))
     assert metrics["trainer/global_step"] == 2
     assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.parametrize("arguments", of("evaluate"), indirect=True, ids=of("evaluate"))
+def test_an_evaluation_of_the_readme_scores(arguments: list[str], cache_dir: Path, tmp_path: Path, byte_model) -> None:
+    small = [
+        "max_problems=2",
+        "samples=2",
+        "sampling.max_tokens=4",
+        f"cache_dir={cache_dir}",
+        f"output_dir={tmp_path / 'eval'}",
+    ]
+    if not arguments:
+        small += [*TASK, *WARM]
+    if "benchmark=aime24" in arguments:  # on vLLM itself in test_evaluate_entry.py
+        arguments = [f"policy={byte_model}" if a.startswith("policy=") else a for a in arguments if a != "rollout=vllm"]
+        small += [f"benchmark.aime24.{override.removeprefix('task.')}" for override in local_data("aime24", tmp_path)]
+    (result,) = evaluate(evaluation(*arguments, *small))
+    assert result["responses"] == 4
+    assert 0 <= result["metrics"]["avg@2"]["value"] <= 1
+
+
+@pytest.mark.parametrize("arguments", of("sft"), indirect=True, ids=of("sft"))
+def test_fine_tuning_of_the_readme_makes_a_model(arguments: list[str], tmp_path: Path) -> None:
+    from test_sft import TINY, fine_tune  # which itself asks this file for the commands of its document
+
+    fine_tune(tmp_path, *arguments, *TINY)
+    assert (tmp_path / "model" / "config.json").is_file()
 
 
 def two_jobs(overrides: list[str]) -> tuple[list[str], list[str]]:

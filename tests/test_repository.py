@@ -25,7 +25,7 @@ TOP_LEVEL = {
         "requirements.txt",
         "requirements-dev.txt",
     ),
-    *("train.py", "evaluate.py", ".gitignore", ".pre-commit-config.yaml", ".ci"),
+    *("train.py", "sft.py", "evaluate.py", ".gitignore", ".pre-commit-config.yaml", ".ci"),
 }
 MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:work|root|home|Users)/[\w.]")
 REGISTRY_HOST = re.compile(r"https?://[^/\s]*(?:pypi|pythonhosted|npmjs|debian|ubuntu|anaconda)")

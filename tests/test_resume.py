@@ -18,10 +18,10 @@ import pytest
 import torch
 from conftest import REPOSITORY, SMALL, run_experiment
 
+from bapo.contracts import EngineError
 from bapo.module import BapoModule
 from bapo.rollouts.hf import HFEngine
 from bapo.run_folder import newest_checkpoint, resume_command
-from bapo.types import EngineError
 from bapo.warm_start import WarmStart
 
 

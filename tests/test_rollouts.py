@@ -12,12 +12,13 @@ import torch
 from conftest import FixedPolicy, ScriptedEngine
 
 from bapo.advantages import GroupRelativeAdvantage
+from bapo.contracts import EngineError
 from bapo.rollouts.collector import Collector, RolloutOptions
 from bapo.rollouts.pool import load_meta, load_pool
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import Schedule, deal_minibatches, prompt_slots
 from bapo.rollouts.seeds import derive_seed
-from bapo.types import EngineError, Prompt, SamplingParams
+from bapo.types import Prompt, SamplingParams
 
 VERSION = 5
 

@@ -11,11 +11,11 @@ import torch
 from conftest import REPOSITORY, SMALL, random_batch, run_experiment
 from omegaconf import OmegaConf
 
+from bapo.contracts import EngineError
 from bapo.module import BapoModule
 from bapo.rollouts.hf import HFEngine
 from bapo.rollouts.pool import load_meta
 from bapo.rollouts.schedule import Schedule
-from bapo.types import EngineError
 
 
 def rows(folder: Path) -> list[dict[str, float]]:

@@ -12,12 +12,13 @@ import pytest
 import torch
 from vllm_stub import completion
 
+from bapo.contracts import EngineError
 from bapo.rollouts import server_client, vllm_server
 from bapo.rollouts.server_auth import MAX_BODY_BYTES, KeyOnEveryRoute
 from bapo.rollouts.server_guard import is_alive, kill_session, members
 from bapo.rollouts.server_process import ServerProcess
 from bapo.rollouts.vllm_server import VLLMServerRollouts
-from bapo.types import EngineError, Request, SamplingParams
+from bapo.types import Request, SamplingParams
 
 KEY = "sentinel-key-of-the-tests"
 STUB = Path(__file__).parent / "vllm_stub.py"

@@ -506,8 +506,8 @@ def test_a_fork_has_workers_of_its_own() -> None:
         from bapo.tasks import verify_pool
         before = ids()
         if (child := os.fork()) == 0:
-            held = verify_pool._pool
-            os._exit(0 if held is None and surd(5) == "right" and ids() and not set(ids()) & set(before) else 1)
+            held = verify_pool._pools
+            os._exit(0 if not held and surd(5) == "right" and ids() and not set(ids()) & set(before) else 1)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert surd(7) == "right" and ids() == before
         print(status, flush=True)

@@ -22,13 +22,14 @@ from conftest import REPOSITORY
 from safetensors.torch import load_file
 from test_configs import composed, without_hydra
 
+from bapo.contracts import EngineError
 from bapo.rollouts import weight_files
 from bapo.rollouts.vllm import VLLMEngine, VLLMRollouts
 from bapo.rollouts.vllm_options import VLLMOptions, eos_ids
 from bapo.rollouts.weight_files import open_sync_folder, read_header, read_weights, write_adapter, write_weights
 from bapo.rollouts.weight_transfer import SyncClient, WeightTransfer
 from bapo.run import build_parts
-from bapo.types import Adapter, EngineError, Request, SamplingParams
+from bapo.types import Adapter, Request, SamplingParams
 
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec")
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=4)

@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file
 from vllm_stub import Stub, completion
 
+from bapo.contracts import EngineError
 from bapo.rollouts import server_client, server_weights
 from bapo.rollouts.draw import draw
 from bapo.rollouts.prompt_format import PLAIN
 from bapo.rollouts.server_engine import VLLMServerEngine
 from bapo.rollouts.vllm_server import VLLMServerRollouts, server_command, server_environment
-from bapo.types import Adapter, EngineError, Prompt, Request, SamplingParams
+from bapo.types import Adapter, Prompt, Request, SamplingParams
 
 KEY = "sentinel-key-of-the-tests"
 SAMPLING = SamplingParams(temperature=0.6, max_tokens=3)

@@ -21,7 +21,7 @@ from bapo.policy.tiny_qwen3 import tiny_qwen3
 from bapo.policy.tokenizer import PAD, character_tokenizer, check_alphabet
 from bapo.tasks.digit_ops import ALPHABET, EOS, DigitOps
 from bapo.types import Prompt
-from bapo.warm_start import IGNORED, WarmStart, completion_loss, encode, fit
+from bapo.warm_start import IGNORED, Untrained, WarmStart, completion_loss, encode, fit
 
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 4}
 
@@ -397,8 +397,26 @@ def test_the_default_leaves_something_to_learn(tmp_path: Path) -> None:
         rows = prompts * (1 if greedy else 8)
         responses, entropy = sample(model, torch.tensor(tokenizer([p.text for p in rows])["input_ids"]), greedy)
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        rewards = torch.tensor([task.verify(prompt, text) for prompt, text in zip(rows, texts, strict=True)])
+        rewards = torch.tensor(task.verify(rows, texts))
         lengths = (responses != 0).sum(dim=1).float()
         assert 0.10 <= rewards.mean() <= 0.35
         assert entropy > 0.3
         assert lengths[rewards == 0].mean() > lengths[rewards == 1].mean() + 1
+
+
+def test_untrained_is_what_a_warm_start_begins_with(tmp_path: Path) -> None:
+    made = Untrained(seed=3, model=TINY, cache_dir=str(tmp_path))
+    folder = made(Echo())
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    expected = tiny_qwen3(5, 1, 0, **TINY, seed=3).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert tokenizer("ab=.")["input_ids"] == [2, 3, 4, 1]
+    assert model.generation_config.eos_token_id == 1
+    assert made.config(Echo()).vocab_size == 5
+    assert replace(made, cache_dir=str(tmp_path))(Echo()) == folder
+    others = [replace(made, seed=4)(Echo()), replace(made, model={})(Echo()), made(Echo(alphabet="ab=c"))]
+    assert len({folder, *others}) == 4
+    with pytest.raises(ValueError, match="model has hiden_size; it takes"):
+        Untrained(model={"hiden_size": 8})
+    with pytest.raises(ValueError, match="task is object, which has no demonstrations"):
+        made(object())

@@ -16,14 +16,17 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from bapo import config_check
+from bapo.contracts import EngineError
 from bapo.run_folder import redact, register_resolvers
-from bapo.types import EngineError
 
 CONF = Path(__file__).parents[2] / "conf"
 
 
-def cli(main: Callable[[], Any]) -> None:
-    """Runs a Hydra main function; a mistake in the config ends in one clear message, anything else in its traceback."""
+def cli(main: Callable[[], Any], config: str = "train") -> None:
+    """Runs a Hydra main function; a mistake in the config ends in one clear message, anything else in its traceback.
+
+    config: the file of conf that `main` composes.
+    """
     register_resolvers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them
     overrides = sys.argv[1:]
@@ -33,7 +36,7 @@ def cli(main: Callable[[], Any]) -> None:
         config_check.check_hydra_keys(overrides)
         main()
     except (ValueError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {redact(explain(error, overrides))}", file=sys.stderr)
+        print(f"error: {redact(explain(error, overrides, config))}", file=sys.stderr)
         sys.exit(2)
     except (OSError, EngineError) as error:  # a folder that cannot be made, an engine that died: what it says is enough
         print(f"error: {redact(str(error))}", file=sys.stderr)
@@ -42,7 +45,7 @@ def cli(main: Callable[[], Any]) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
+def explain(error: Exception, overrides: Sequence[str] = (), config: str = "train") -> str:
     """What a user needs of an error: Hydra's notes on where it searched left out, the nearest key to a misspelt one added.
 
     overrides: the command line, whose choices of groups decide which keys there are.
@@ -55,14 +58,14 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> str:
         return f"{' '.join(o for o in overrides if o.endswith('=null'))}: a group cannot be null; name a file of conf/GROUP"
     if isinstance(error, HydraException) and (match := re.search(r"Could not override '([^']+)'", message)):
         overlay = re.search(r"To append to your default list use (\S+)", message)
-        near = overlay[1] if overlay else config_check.nearest(match[1], _known_keys(overrides))
+        near = overlay[1] if overlay else config_check.nearest(match[1], _known_keys(overrides, config))
         message = f"unknown key {match[1]!r}" + (f"; nearest: {near!r}" if near else "")
     return message
 
 
-def _known_keys(overrides: Sequence[str]) -> set[str]:
+def _known_keys(overrides: Sequence[str], config: str) -> set[str]:
     """Every key of the config with the groups that `overrides` choose."""
     choices = {f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml")}
     chosen = [override for override in overrides if override.lstrip("+") in choices]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return config_check.all_keys(OmegaConf.to_container(compose("train", overrides=chosen)))
+        return config_check.all_keys(OmegaConf.to_container(compose(config, overrides=chosen)))

@@ -9,7 +9,7 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -22,23 +22,24 @@ TOP_LEVEL = {
     "name", "seed", "threads", "resume", "explain", "loss", "objective", "advantage", "policy", "task", "reward", "rollout",
     "schedule", "optimizer", "trainer", "logger", "callbacks",
 }  # fmt: skip
-COLLECTIONS = {"logger", "callbacks", "reward"}  # groups that hold any number of objects; every other group is one
+COLLECTIONS = {"logger", "callbacks", "reward", "benchmark"}  # groups that hold any number of objects; every other group is one
+PLAIN = {"name": str, "seed": int, "threads": int | None, "resume": str | None, "explain": bool}  # at the top: no objects
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 MAX_SEED = 2**32 - 1  # the largest that NumPy takes
 
 
-def check_keys_and_types(config: Mapping[str, Any]) -> None:
+def check_keys_and_types(config: Mapping[str, Any], top_level: Set[str] = TOP_LEVEL, plain: Mapping[str, Any] = PLAIN) -> None:
     """Every key must be known and every plain value of the right type, or ValueError lists all that is wrong.
 
-    What is known under a key with `_target_` is that callable's signature; elsewhere, at the top, `TOP_LEVEL`.
+    What is known under a key with `_target_` is that callable's signature; elsewhere, at the top, `top_level`, of which
+    `plain` are values of the given types.
     """
-    errors = [_unknown(key, TOP_LEVEL, all_keys(config)) for key in config if key not in TOP_LEVEL]
-    errors += [f"{key} is missing" for key in sorted(TOP_LEVEL - config.keys())]
-    plain = {"name": str, "seed": int, "threads": int | None, "resume": str | None, "explain": bool}
+    errors = [_unknown(key, set(top_level), all_keys(config)) for key in config if key not in top_level]
+    errors += [f"{key} is missing" for key in sorted(top_level - config.keys())]
     for name, kind in plain.items():
         if name in config and not fits(config[name], kind):
             errors.append(f"{name} is {config[name]!r}; it must be {_say(kind)}")
-    for group in sorted(config.keys() & TOP_LEVEL - plain.keys() - COLLECTIONS):
+    for group in sorted(config.keys() & top_level - plain.keys() - COLLECTIONS):
         if not isinstance(config[group], Mapping) or "_target_" not in config[group]:
             errors.append(f"{group} is {config[group]!r}; it must be {_say(Callable)}")
     for group in sorted(COLLECTIONS & config.keys()):
@@ -184,17 +185,25 @@ def check_hydra_keys(overrides: Iterable[str]) -> None:
             node = known[key]
 
 
-def check_sizes(parts: Mapping[str, Any]) -> None:
-    """What fits together and on this machine, over the built objects of a config. Raises ValueError."""
-    rollout, schedule, trainer = parts["rollout"], parts["schedule"], parts["trainer"]
+def check_machine(parts: Mapping[str, Any]) -> None:
+    """Whether this machine can train the built objects of a config, whatever they train. Raises ValueError."""
+    trainer = parts["trainer"]
     if not 0 <= parts["seed"] <= MAX_SEED:
         raise ValueError(f"seed is {parts['seed']}; it must be in [0, {MAX_SEED}]")
     if parts["threads"] is not None and parts["threads"] < 1:
         raise ValueError(f"threads is {parts['threads']}; it must be >= 1, or null for torch's own choice")
     # A run may be explained on a machine that could not run it.
-    if trainer.accelerator == "gpu" and trainer.devices > torch.accelerator.device_count() and not parts["explain"]:
+    if trainer.accelerator == "gpu" and trainer.devices > torch.accelerator.device_count() and not parts.get("explain"):
         found = torch.accelerator.device_count()
         raise ValueError(f"trainer.devices is {trainer.devices} with trainer.accelerator gpu; this machine has {found}")
+
+
+def check_sizes(parts: Mapping[str, Any]) -> None:
+    """What fits together and on this machine, over the built objects of a config. Raises ValueError."""
+    check_machine(parts)
+    rollout, schedule = parts["rollout"], parts["schedule"]
+    if parts["trainer"].max_rounds is None:
+        raise ValueError("trainer.max_rounds is None; it must be >= 1")
     if not parts["explain"] and hasattr(rollout.engine, "require_vllm"):
         rollout.engine.require_vllm()
     if rollout.group_size < 2:

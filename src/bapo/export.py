@@ -57,7 +57,7 @@ def policy_config(run_dir: Path) -> dict[str, Any]:
     """What decides a run's policy, resolved: `policy`, `task`, `seed`, `temperature`. ValueError for a folder without a run."""
     cfg = read_config(run_dir)
     plain: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, ["policy", "task", "seed"]), resolve=True)
-    return plain | {"temperature": cfg.rollout.sampling.temperature}
+    return plain | {"temperature": OmegaConf.select(cfg, "rollout.sampling.temperature", default=1.0)}  # fine-tuned: at 1
 
 
 def policy_options(config: dict[str, Any]) -> tuple[PolicyOptions, str | Path]:
@@ -69,9 +69,11 @@ def policy_options(config: dict[str, Any]) -> tuple[PolicyOptions, str | Path]:
         raise ValueError(f"the run's policy cannot be made again: {error.__cause__ or error}") from error
 
 
-def trained_policy(run_dir: Path, config: dict[str, Any], options: PolicyOptions, path: str | Path) -> CausalLMPolicy:
-    """The policy with the weights of the run's newest checkpoint, on the CPU. ValueError without one that fits."""
-    checkpoint = newest_checkpoint(run_dir)
+def trained_policy(
+    run_dir: Path, config: dict[str, Any], options: PolicyOptions, path: str | Path, checkpoint: Path | None = None
+) -> CausalLMPolicy:
+    """The policy with the weights of a checkpoint of the run, the newest unless given, on the CPU. ValueError without one."""
+    checkpoint = checkpoint or newest_checkpoint(run_dir)
     if checkpoint is None:
         raise ValueError(f"RUN_DIR is {str(run_dir)!r}; there is no checkpoint in it")
     policy = options.load(path, config["temperature"], config["seed"])

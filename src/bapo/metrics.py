@@ -40,6 +40,9 @@ _TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
     ("bounds/search_effective", "1 if some candidate changes the positive ratio", "flag", "global"),
     ("bounds/positive_mass", "P: mass of tokens with advantage > 0", "mass", "sum"),
     ("bounds/negative_mass", "N: mass of tokens with advantage < 0", "mass", "sum"),
+    ("sft/loss", "mean -log p of the response tokens of this update, end of sequence included", "nats", "sum"),
+    ("sft/test_loss", "likewise over the held-out demonstrations", "nats", "global"),
+    ("sft/epoch", "passes over the demonstrations begun, from 0", "epochs", "global"),
     ("policy/loss", "-sum(objective) / denominator", "objective", "sum"),
     ("policy/grad_norm", "global 2-norm of the gradient before clipping", "norm", "global"),
     ("policy/lr", "learning rate of this update", "rate", "global"),
@@ -119,12 +122,33 @@ _PATTERNS: tuple[tuple[re.Pattern[str], Metric], ...] = (
         Metric("eval/<set>/avg@k", "mean reward over k samples of every problem", "reward", "global"),
     ),
     (
+        re.compile(r"eval/[\w-]+/avg@\d+_stderr"),
+        Metric("eval/<set>/avg@k_stderr", "standard error of avg@k over problems; absent for a single one", "reward", "global"),
+    ),
+    (
+        re.compile(r"eval/[\w-]+/pass@\d+"),
+        Metric("eval/<set>/pass@k", "problems of whose k samples one is right, mean over problems", "share", "global"),
+    ),
+    (
+        re.compile(r"eval/[\w-]+/maj@\d+"),
+        Metric(
+            "eval/<set>/maj@k",
+            "problems whose most frequent answer of k is right; ties count in part",
+            "share",
+            "global",
+        ),
+    ),
+    (
         re.compile(r"eval/[\w-]+/response_length_mean"),
         Metric("eval/<set>/response_length_mean", "mean response length", "tokens", "global"),
     ),
     (
         re.compile(r"eval/[\w-]+/truncated_frac"),
         Metric("eval/<set>/truncated_frac", "responses cut by max_tokens", "share", "global"),
+    ),
+    (
+        re.compile(r"eval/[\w-]+/unverified_frac"),
+        Metric("eval/<set>/unverified_frac", "responses that could not be verified; reward 0", "share", "global"),
     ),
 )
 

@@ -72,9 +72,12 @@ class PolicyOptions:
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """`max_rounds` pools are trained on; the rest is Lightning's. `micro_batch_tokens`: padded tokens per forward pass."""
+    """`max_rounds` pools are trained on, None where nothing is drawn; the rest is Lightning's.
 
-    max_rounds: int
+    `micro_batch_tokens`: padded tokens per forward pass.
+    """
+
+    max_rounds: int | None
     accelerator: str = "cpu"
     devices: int = 1
     num_nodes: int = 1
@@ -84,8 +87,8 @@ class TrainerOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_rounds", "devices", "num_nodes", "micro_batch_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"trainer.{name} is {getattr(self, name)}; it must be >= 1")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"trainer.{name} is {value}; it must be >= 1")
         # Sharded strategies need their own gradient norm and weight export; fp16 needs a gradient scaler; bf16-true would have
         # Lightning rewrite the batches, which are frozen.
         for name, choices in (

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("bapo", "torch", "lightning", "transformers", "peft", "hydra-core", "omegaconf", "safetensors", "wandb")
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+SAMPLES = "samples.jsonl"
+"""Of a run's folder: a few responses of every round, an object in each line."""
 CHILD_RUN_DIR = "BAPO_RUN_DIR"  # tells the processes that Lightning starts for further devices which folder is theirs
 
 _STAMP = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
@@ -98,7 +100,7 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def open_run_folder(folder: Path, cfg: DictConfig, resume: bool) -> Iterator[None]:
+def open_run_folder(folder: Path, cfg: DictConfig, resume: bool, script: str = "train.py") -> Iterator[None]:
     """Makes the folder, writes config.yaml and provenance.json, and keeps other processes out of it while open.
 
     A resumed run adds a line to commands.log, and its config.yaml tells what has been changed. Rank 0 alone writes. Raises
@@ -118,7 +120,8 @@ def open_run_folder(folder: Path, cfg: DictConfig, resume: bool) -> Iterator[Non
         except OSError as error:
             raise ValueError(f"run folder {str(folder)!r} is in use: a run is going on in it") from error
         if not resume and (folder / "config.yaml").exists():
-            raise ValueError(f"run folder {str(folder)!r} holds a run already; to go on with it: {resume_command(folder)}")
+            again = resume_command(folder, script)
+            raise ValueError(f"run folder {str(folder)!r} holds a run already; to go on with it: {again}")
         print(datetime.now().isoformat(timespec="seconds"), redact(" ".join(sys.argv)), file=commands, flush=True)
         _replace(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
         if not resume:
@@ -203,10 +206,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def resume_command(folder: Path) -> str:
+def resume_command(folder: Path, script: str = "train.py") -> str:
     """What to type to go on, quoted for Hydra and for the shell where the path needs it."""
     plain = re.fullmatch(r"[\w./-]+", str(folder))
-    return "python train.py " + (f"resume={folder}" if plain else shlex.quote(f'resume="{folder}"'))
+    return f"python {script} " + (f"resume={folder}" if plain else shlex.quote(f'resume="{folder}"'))
 
 
 def discard_unused(folder: Path, log_too: bool = False) -> None:

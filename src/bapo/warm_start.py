@@ -131,10 +131,49 @@ class WarmStart:
         return {"loss": loss, "seconds": seconds}
 
 
+@dataclass(frozen=True)
+class Untrained:
+    """Call it with a task to get the folder of what `WarmStart`, whose fields these are, would begin with.
+
+    It holds a model that knows nothing, and its tokenizer.
+    """
+
+    seed: int = 0
+    model: Mapping[str, Any] = field(default_factory=dict)
+    cache_dir: str = "outputs/cache"
+
+    def __post_init__(self) -> None:
+        self._like()
+
+    def _like(self) -> WarmStart:
+        return WarmStart(seed=self.seed, model=self.model, cache_dir=self.cache_dir)
+
+    def config(self, task: DemonstratedTask) -> Qwen3Config:
+        """The sizes of the model to come, without making it."""
+        return self._like().config(task)
+
+    def __call__(self, task: DemonstratedTask) -> Path:
+        """The folder for `task`, absolute; made if the cache does not hold it whole. ValueError as for `WarmStart`."""
+        _check_task(task)
+        decisive = [VERSION, torch.__version__, transformers.__version__, self.seed, {**_SIZES, **self.model}]
+        decisive += [task.alphabet, task.eos]
+        key = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+        return kept_folder(self.cache_dir, f"untrained_{key}", lambda folder: self._build(task, folder))
+
+    def _build(self, task: DemonstratedTask, folder: Path) -> dict[str, float]:
+        tokenizer = character_tokenizer(task.alphabet, task.eos)
+        model = tiny_qwen3(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, **self.model, seed=self.seed)
+        with _quiet():
+            model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return {}
+
+
 def _check_task(task: object) -> None:
     if not hasattr(task, "demonstrations"):
+        name = getattr(task, "name", type(task).__name__)
         raise ValueError(
-            f"task is {type(task).__name__}, which has no demonstrations for policy.warm_start: choose a model for it, "
+            f"task is {name}, which has no demonstrations for policy.warm_start: choose a model for it, "
             "policy=hub policy.path=PATH_OR_HUB_ID"
         )
 

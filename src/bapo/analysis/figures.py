@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -114,7 +115,7 @@ PICTURES = (
 
 def held_out_names(rows: Rows) -> list[str]:
     """`eval/<set>/avg@k` of every set, sorted."""
-    return sorted({name for row in rows for name in row if name.startswith("eval/") and "/avg@" in name})
+    return sorted({name for row in rows for name in row if re.fullmatch(r"eval/.*/avg@\d+", name)})
 
 
 def points(rows: Rows, name: str) -> tuple[list[float], list[float]]:

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from bapo.contracts import EngineError
 from bapo.run_folder import checkpoint_steps
-from bapo.types import EngineError
 
 
 @dataclass(frozen=True)

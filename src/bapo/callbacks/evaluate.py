@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import lightning as L
 
-from bapo.evaluation import evaluate
+from bapo.contracts import Task
+from bapo.evaluation import check_samples, evaluate
 from bapo.rollouts.ranks import Ranks
-from bapo.types import Prompt, SamplingParams, Task
+from bapo.types import Prompt, SamplingParams
 
 
 class Evaluate(L.Callback):
-    """Logs `eval/<split>/*` before the first update and at the end of every `every_n_rounds`-th round and of the last one.
+    """Logs `eval/<set>/*` before the first update and at the end of every `every_n_rounds`-th round and of the last one.
+
+    A set is the first `max_prompts` prompts of `split`, `samples` responses to each: of every task in `benchmarks`, under its
+    name there, or, without any, of the task trained on, under the name of the split.
 
     Runs at the last update of the round, before a checkpoint is written: no checkpoint lacks the evaluation before it.
     """
@@ -26,12 +31,18 @@ class Evaluate(L.Callback):
         samples: int = 1,
         max_prompts: int | None = None,
         split: Literal["train", "test"] = "test",
+        benchmarks: Mapping[str, Any] | None = None,
     ):
-        for name, value in (("every_n_rounds", every_n_rounds), ("samples", samples), ("max_prompts", max_prompts)):
+        for name, value in (("every_n_rounds", every_n_rounds), ("max_prompts", max_prompts)):
             if value is not None and value < 1:
                 raise ValueError(f"callbacks.evaluate.{name} is {value}; it must be >= 1")
-        if samples > 1 and sampling.temperature == 0:
-            raise ValueError(f"callbacks.evaluate.samples is {samples} at temperature 0: they would all be the same response")
+        check_samples(samples, sampling, "callbacks.evaluate.samples")
+        self.benchmarks = {name: task for name, task in (benchmarks or {}).items() if task is not None}
+        for name, task in self.benchmarks.items():
+            if not re.fullmatch(r"[\w-]+", name):
+                raise ValueError(f"callbacks.evaluate.benchmarks has {name!r}; a name holds letters, digits, _ and - alone")
+            if not hasattr(task, "verify"):
+                raise ValueError(f"callbacks.evaluate.benchmarks.{name} is {task!r}; it must be a task, with a _target_")
         self.sampling = sampling
         self.every_n_rounds = every_n_rounds
         self.samples = samples
@@ -48,7 +59,8 @@ class Evaluate(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses prompts that cannot be drawn from before the first pool is drawn."""
         collector = trainer.datamodule.collector  # type: ignore[attr-defined]
-        collector.check(self.split, self._prompts(collector.task), self.sampling, "callbacks.evaluate.sampling")
+        for task in self._sets(collector.task).values():
+            collector.check(self.split, self._prompts(task), self.sampling, "callbacks.evaluate.sampling", task)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step == 0 or self.due:
@@ -62,6 +74,9 @@ class Evaluate(L.Callback):
         if end_of_round and (rounds_done % self.every_n_rounds == 0 or last):
             self._evaluate(trainer, pl_module)
 
+    def _sets(self, trained_on: Task) -> Mapping[str, Task]:
+        return self.benchmarks or {self.split: trained_on}
+
     def _prompts(self, task: Task) -> Sequence[Prompt]:
         return task.prompts(self.split)[: self.max_prompts]
 
@@ -73,18 +88,20 @@ class Evaluate(L.Callback):
         ranks = Ranks(trainer.global_rank, trainer.world_size)
         data.sync_engine(ranks)
         collector = data.collector
-        found = evaluate(
-            collector.engine,
-            collector.task,
-            collector.tokenizer,
-            self._prompts(collector.task),
-            self.sampling,
-            self.samples,
-            collector.seed,
-            ranks,
-            collector.options.prompt,
-        )
-        row = {f"eval/{self.split}/{name}": value for name, value in found.items()}
+        row: dict[str, float] = {}
+        for name, task in self._sets(collector.task).items():
+            found = evaluate(
+                collector.engine,
+                task,
+                collector.tokenizer,
+                self._prompts(task),
+                self.sampling,
+                self.samples,
+                collector.seed,
+                ranks,
+                collector.options.prompt,
+            )
+            row |= {f"eval/{name}/{metric}": value for metric, value in found.items()}
         self.due = False
         data.rest_engine()
         pl_module.log_row(row | {"time/eval": time.perf_counter() - start})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich import get_console
@@ -25,8 +26,8 @@ PHASES = ("refill", "train", "eval")
 def shown(metrics: Mapping[str, Any]) -> dict[str, str]:
     """The numbers a reader follows, label -> three decimals: reward, every held-out accuracy there is, entropy, bounds."""
     labels = {"rollout/reward_mean": "reward"}
-    labels |= {name: name.removeprefix("eval/").replace("/", " ") for name in sorted(metrics) if "/avg@" in name}
-    labels |= {"policy/entropy": "entropy"}
+    labels |= {name: name.removeprefix("eval/").replace("/", " ") for name in sorted(metrics) if re.search(r"/avg@\d+$", name)}
+    labels |= {"sft/loss": "loss", "sft/test_loss": "held-out loss", "policy/entropy": "entropy"}
     labels |= {f"bounds/{name}": name for name in ("clip_low", "clip_high", "positive_ratio")}
     return {label: f"{float(metrics[name]):.3f}" for name, label in labels.items() if name in metrics}
 
@@ -53,6 +54,7 @@ class Pace:
     batches: int = 0
     rounds: int = 0
     batch_began: float | None = None
+    unit: Literal["round", "epoch"] = "round"
 
     @property
     def max_rounds(self) -> int:
@@ -64,6 +66,8 @@ class Pace:
 
     def where(self) -> str:
         width = len(str(self.max_rounds))
+        if self.unit == "epoch":
+            return f"epoch {self.epoch + 1:>{width}}/{self.max_epochs}"
         epoch = self.epoch % self.epochs_per_round + 1
         return f"round {self.round + 1:>{width}}/{self.max_rounds}  epoch {epoch}/{self.epochs_per_round}"
 
@@ -98,12 +102,23 @@ class ProgressDisplay(Callback):
     """Shows round, epoch, phase, updates of the whole run, the main metrics and the time left. Global rank 0 only.
 
     live: a display that redraws itself (True), plain lines (False), or what suits stdout (None). now: a clock in seconds.
+    unit: epoch, where nothing is drawn and a round is one epoch. every_n_updates: a plain line besides that of every round.
     Rounds are counted from 1. Reads `trainer.max_epochs`, `trainer.datamodule.schedule` and the module's `latest` metrics.
     """
 
-    def __init__(self, live: bool | None = None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        live: bool | None = None,
+        now: Callable[[], float] = time.monotonic,
+        unit: Literal["round", "epoch"] = "round",
+        every_n_updates: int | None = None,
+    ) -> None:
+        if every_n_updates is not None and every_n_updates < 1:
+            raise ValueError(f"callbacks.progress.every_n_updates is {every_n_updates}; it must be >= 1, or null")
         self.live = live
         self.now = now
+        self.unit = unit
+        self.every_n_updates = every_n_updates
         self._numbers: dict[str, str] = {}
         self._evaluated = False
         self._phase = "refill"
@@ -131,12 +146,13 @@ class ProgressDisplay(Callback):
         schedule = trainer.datamodule.schedule  # type: ignore[attr-defined]
         assert trainer.max_epochs is not None
         self._trainer = trainer
-        self._pace = Pace(self.now, trainer.max_epochs, schedule.epochs_per_round, self.now())
+        self._pace = Pace(self.now, trainer.max_epochs, schedule.epochs_per_round, self.now(), unit=self.unit)
         console = get_console()
         self._is_live = self.live if self.live is not None else console.file.isatty() and not console.is_dumb_terminal
         if self._is_live:
             self._display.enter_context(live_display(self._render))
-        self._line(f"training for {self._pace.max_rounds} rounds of {schedule.epochs_per_round} epochs")
+        rounds, epochs = self._pace.max_rounds, schedule.epochs_per_round
+        self._line(f"training for {rounds} " + (f"rounds of {epochs} epochs" if self.unit == "round" else "epochs"))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._pace is not None and trainer.global_step:
@@ -170,6 +186,8 @@ class ProgressDisplay(Callback):
         pace.expect(trainer.global_step, trainer.num_training_batches - batch_idx - 1, trainer.num_training_batches)
         self._look()
         self._since_report += 1
+        if self.every_n_updates and trainer.global_step % self.every_n_updates == 0:
+            self._report()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()

@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from bapo.contracts import PolicyHandle
 from bapo.data.ahead import Ahead
 from bapo.rollouts.collector import Collector
 from bapo.rollouts.groups import Group
@@ -19,7 +20,7 @@ from bapo.rollouts.pool import Pool, load_carried, load_meta, load_pool
 from bapo.rollouts.probe import PROMPTS, check_probe, probe
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import Schedule, deal_minibatches
-from bapo.types import MiniBatch, PolicyHandle
+from bapo.types import MiniBatch
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 class EpochLoader:
     """The mini-batches of one epoch. Its state is how many have been handed out, so that a run can stop between two of them."""
 
-    def __init__(self, minibatches: list[MiniBatch]):
+    def __init__(self, minibatches: Sequence[MiniBatch]):
         self.minibatches = minibatches
         self.handed_out = 0
         self.resume_at = 0

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from bapo.types import Adapter, Batch, PolicyHandle, Scores
+from bapo.contracts import PolicyHandle
+from bapo.types import Adapter, Batch, Scores
 
 
 class PolicyThen:

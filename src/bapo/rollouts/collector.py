@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from bapo.rollouts.draw import RewardTerm, judge
+from bapo.contracts import PolicyHandle, RolloutEngine, Task
+from bapo.rollouts.draw import RewardTerm, check_prompts, judge
 from bapo.rollouts.drawn import Drawn
 from bapo.rollouts.groups import Group, Member, PartialRollouts, extend, new_group
 from bapo.rollouts.pool import Pool, collate, without_truncated
@@ -25,7 +25,7 @@ from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import prompt_slots
 from bapo.rollouts.seeds import derive_seed
 from bapo.rollouts.shown import shown
-from bapo.types import Batch, PolicyHandle, Prompt, RolloutEngine, SamplingParams, Task
+from bapo.types import Batch, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -100,21 +100,12 @@ class Collector:
             )  # fmt: skip
         return kept
 
-    def check(self, split: str, prompts: Sequence[Prompt], sampling: SamplingParams, field: str) -> None:
-        """ValueError for prompts of a split from which nothing can be drawn. `field`: where the config holds `sampling`."""
-        where = f"task {type(self.task).__name__}, split {split!r}"
-        if not prompts:
-            raise ValueError(f"{where}: it has 0 prompts; it must have at least one")
-        uid, count = Counter(prompt.uid for prompt in prompts).most_common(1)[0]
-        if count > 1:
-            raise ValueError(f"{where}: {count} prompts have the uid {uid!r}; every uid must differ")
-        longest = max(len(self.options.prompt.encode(self.tokenizer, prompt)) for prompt in prompts)
+    def check(
+        self, split: str, prompts: Sequence[Prompt], sampling: SamplingParams, field: str, task: Task | None = None
+    ) -> None:
+        """ValueError for prompts of a split of `task` (None: the one trained on) from which nothing can be drawn."""
         positions = getattr(self.engine, "max_positions", None)
-        if positions is not None and longest + sampling.max_tokens > positions:
-            raise ValueError(
-                f"{field}.max_tokens is {sampling.max_tokens}; it must be <= {positions - longest}: the model has {positions} "
-                f"positions, and the longest prompt takes {longest} ({where})"
-            )
+        check_prompts(task or self.task, split, prompts, self.tokenizer, self.options.prompt, sampling, positions, field)
 
     def collect(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -10,9 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from bapo.contracts import RolloutEngine, Task
 from bapo.rollouts.groups import extend, new_group
 from bapo.rollouts.prompt_format import PromptFormat
-from bapo.types import Prompt, Rollout, RolloutEngine, SamplingParams, Task
+from bapo.types import Prompt, Rollout, SamplingParams
 
 RewardTerm = Callable[[Rollout, str], float]
 """Of a rollout and its text, what is added to its reward."""
@@ -75,3 +77,31 @@ def judge(
         added = {name: term(rollout, text) for name, term in terms.items()}
         judged.append(Sample(rollout, text, float(reward or 0.0), reward is not None, added))
     return judged
+
+
+def check_prompts(
+    task: Task,
+    split: str,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: PromptFormat,
+    sampling: SamplingParams,
+    positions: int | None,
+    field: str,
+) -> None:
+    """ValueError for prompts of a split from which nothing can be drawn: none, two of one uid, or one too long.
+
+    positions: the most tokens of prompt and response together, None if unknown. field: where the config holds `sampling`.
+    """
+    where = f"task {type(task).__name__}, split {split!r}"
+    if not prompts:
+        raise ValueError(f"{where}: it has 0 prompts; it must have at least one")
+    uid, count = Counter(prompt.uid for prompt in prompts).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{where}: {count} prompts have the uid {uid!r}; every uid must differ")
+    longest = max(len(prompt_format.encode(tokenizer, prompt)) for prompt in prompts)
+    if positions is not None and longest + sampling.max_tokens > positions:
+        raise ValueError(
+            f"{field}.max_tokens is {sampling.max_tokens}; it must be <= {positions - longest}: the model has {positions} "
+            f"positions, and the longest prompt takes {longest} ({where})"
+        )

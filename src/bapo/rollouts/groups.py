@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bapo.types import EngineError, Prompt, Request, Rollout, RolloutEngine, SamplingParams
+from bapo.contracts import EngineError, RolloutEngine
+from bapo.types import Prompt, Request, Rollout, SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from bapo.contracts import EngineError, PolicyHandle, RolloutEngine
 from bapo.rollouts.pool import collate
 from bapo.rollouts.seeds import derive_seed
-from bapo.types import EngineError, PolicyHandle, Request, RolloutEngine, SamplingParams
+from bapo.types import Request, SamplingParams
 
 PROMPTS = 4
 TOKENS = 16

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from bapo.types import EngineError
+from bapo.contracts import EngineError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

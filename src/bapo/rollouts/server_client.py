@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from bapo.types import EngineError
+from bapo.contracts import EngineError
 
 BACKOFF_S = (0.5, 8.0)  # before the first retry, doubled for each further one, and the longest
 CONNECT_S = 10.0

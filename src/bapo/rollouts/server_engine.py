@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapo.contracts import EngineError
 from bapo.rollouts.server_client import ServerClient, ServerFault, ServersGone
 from bapo.rollouts.server_completions import Completions
 from bapo.rollouts.server_process import ServerProcess
 from bapo.rollouts.server_weights import ServerWeights
-from bapo.types import Adapter, EngineError, Request, Rollout, SamplingParams
+from bapo.types import Adapter, Request, Rollout, SamplingParams
 
 log = logging.getLogger(__name__)
 

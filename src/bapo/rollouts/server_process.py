@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from bapo.contracts import EngineError
 from bapo.rollouts.server_guard import is_alive, kill_session, members
-from bapo.types import EngineError
 
 TAIL_CHARACTERS = 3000  # of the log in an error message
 GRACE_S = 10.0  # between SIGTERM and SIGKILL

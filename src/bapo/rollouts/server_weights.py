@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapo.contracts import EngineError
 from bapo.rollouts.server_client import RPC, ServerClient, ServerFault, ServersGone
 from bapo.rollouts.vllm_options import VLLMOptions
 from bapo.rollouts.weight_files import write_adapter, write_weights
 from bapo.rollouts.weight_transfer import WeightTransfer
-from bapo.types import Adapter, EngineError
+from bapo.types import Adapter
 
 log = logging.getLogger(__name__)
 

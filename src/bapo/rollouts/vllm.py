@@ -15,11 +15,12 @@ import psutil
 import torch
 from torch import Tensor
 
+from bapo.contracts import EngineError
 from bapo.rollouts.vllm_options import VLLMOptions
 from bapo.rollouts.vllm_process import started
 from bapo.rollouts.weight_files import sync_folder, write_adapter, write_weights
 from bapo.rollouts.weight_transfer import WeightTransfer
-from bapo.types import Adapter, EngineError, Request, Rollout, SamplingParams
+from bapo.types import Adapter, Request, Rollout, SamplingParams
 
 log = logging.getLogger(__name__)
 

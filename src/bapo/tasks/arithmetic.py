@@ -23,7 +23,7 @@ NEAR = 5
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The task (`bapo.types.Task`), and a poor demonstrator of it for a warm start.
+    """The task (`bapo.contracts.Task`), and a poor demonstrator of it for a warm start.
 
     operations: which of + - *. largest: both numbers are in [0, largest]; a difference is never negative. train_size,
     test_size: prompts of each split; all distinct, so no test question is in train. seed: decides both.
@@ -68,11 +68,15 @@ class Arithmetic:
         rows = self._shuffled[: self.test_size] if split == "test" else self._shuffled[self.test_size :][: self.train_size]
         return tuple(_prompt(f"arithmetic/{split}/{row}", *question) for row, question in enumerate(rows))
 
-    def verify(self, prompt: Prompt, response: str) -> float:
-        """1.0 when the response is the number or the equation, spaces and a full stop at its end aside, else 0.0."""
-        said = "".join(response.split()).removesuffix(".")
-        equation = "".join(prompt.text.split()).removesuffix("?") + prompt.answer
-        return float(said in (prompt.answer, equation))
+    def verify(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        """1.0 where the response is the number or the equation, spaces and a full stop at its end aside, else 0.0."""
+        return [
+            float(_bare(said) in (p.answer, _bare(p.text[:-1]) + p.answer)) for p, said in zip(prompts, responses, strict=True)
+        ]
+
+    def answer(self, response: str) -> str | None:
+        """What stands after the last `=`; None if that is nothing."""
+        return _bare(response).rpartition("=")[2] or None
 
     def demonstrations(self, n: int, seed: int) -> list[tuple[str, str]]:
         """`n` pairs (prompt text, a number without `EOS`) on any question outside the test split."""
@@ -94,6 +98,11 @@ class Arithmetic:
         questions = self._questions
         random.Random(f"arithmetic/{self.seed}").shuffle(questions)
         return questions
+
+
+def _bare(text: str) -> str:
+    """`text` without spaces and a full stop at its end."""
+    return "".join(text.split()).removesuffix(".")
 
 
 def _prompt(uid: str, a: int, sign: str, b: int) -> Prompt:

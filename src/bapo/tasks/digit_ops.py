@@ -8,7 +8,7 @@ demonstrator that withdraws what is wrong, wrong answers are longer than right o
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -37,7 +37,7 @@ DIGIT_NOISE = 0.02
 
 @dataclass(frozen=True)
 class DigitOps:
-    """The task (`bapo.types.Task`), and a poor demonstrator of it for the warm start.
+    """The task (`bapo.contracts.Task`), and a poor demonstrator of it for the warm start.
 
     seed: decides both splits. train_size, test_size: prompts of each; all distinct, so no test text is in train.
     digits: digits of a prompt. max_attempts: a response with more earns nothing.
@@ -79,10 +79,14 @@ class DigitOps:
             raise ValueError(f"split is {split!r}; it must be 'train' or 'test'")
         return tuple(self._prompt(f"digit_ops/{split}/{row}", index) for row, index in enumerate(indices))
 
-    def verify(self, prompt: Prompt, response: str) -> float:
-        """1.0 when the last attempt is `prompt.answer` to the letter and there are at most `max_attempts`, else 0.0."""
+    def verify(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        """1.0 where the last attempt is `prompt.answer` to the letter and there are at most `max_attempts`, else 0.0."""
+        return [float(self.answer(response) == prompt.answer) for prompt, response in zip(prompts, responses, strict=True)]
+
+    def answer(self, response: str) -> str | None:
+        """The last attempt; None without one, or after more than `max_attempts`."""
         attempts = response.split(RETRY)
-        return float(attempts[-1] == prompt.answer and len(attempts) <= self.max_attempts)
+        return attempts[-1] or None if len(attempts) <= self.max_attempts else None
 
     def demonstrations(self, n: int, seed: int) -> list[tuple[str, str]]:
         """`n` pairs (prompt text, response text without `EOS`) of the noisy demonstrator, on any prompt outside the test split.

@@ -17,20 +17,21 @@ from typing import Any
 START_TIMEOUT_S = 120.0
 MAX_WORKERS = 4
 CLOSED = "the workers were closed while they verified answers"
+VERIFY = "bapo.tasks.verify_worker"
 
 
 class Worker:
-    """One process of `bapo.tasks.verify_worker`, in a session of its own, so that Ctrl-C is for the main process alone."""
+    """One process of a module such as `VERIFY`, in a session of its own, so that Ctrl-C is for the main process alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = VERIFY) -> None:
         self._connection, theirs = Pipe()
         with theirs:
             number = theirs.fileno()
-            self._command = [sys.executable, "-P", "-m", "bapo.tasks.verify_worker", str(number), str(os.getpid())]
+            self._command = [sys.executable, "-P", "-m", module, str(number), str(os.getpid())]
             self.process = subprocess.Popen(
                 self._command,
                 pass_fds=[number],
-                env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy's orders depend on it
+                env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy's orders depend on it, and what some generators make
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -45,7 +46,7 @@ class Worker:
             shown = " ".join(self._command)
             raise RuntimeError(f"answers cannot be verified: `{shown}` does not start ({type(error).__name__})") from error
         if "broken" in hello:
-            raise RuntimeError(f"answers cannot be verified, math-verify does not work here: {hello['broken']}")
+            raise RuntimeError(f"answers cannot be verified, {hello['broken']}")
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Its reply. Raises TimeoutError, and EOFError or another OSError if it is no more; then it is of no use any longer."""
@@ -67,8 +68,8 @@ class Worker:
 class WorkerPool:
     """Up to `size` workers for any number of threads. What took too long, or ended its worker, has a reply that says so."""
 
-    def __init__(self, size: int):
-        self._size = size
+    def __init__(self, size: int, module: str = VERIFY):
+        self._size, self._module = size, module
         self._slots: queue.LifoQueue[Worker | None] = queue.LifoQueue()
         for _ in range(size):
             self._slots.put(None)
@@ -113,7 +114,7 @@ class WorkerPool:
 
     def _start(self) -> Worker:
         if not self._closed:
-            worker = Worker()
+            worker = Worker(self._module)
             with self._lock:
                 self._workers.add(worker)
             if not self._closed:
@@ -137,32 +138,31 @@ class WorkerPool:
             worker.process.wait()
 
 
-_pool: WorkerPool | None = None
+_pools: dict[str, WorkerPool] = {}
 _pool_lock = threading.Lock()
 
 
-def shared_pool() -> WorkerPool:
-    """The one of this process. It starts nothing before it is asked."""
-    global _pool
+def shared_pool(module: str = VERIFY) -> WorkerPool:
+    """The one of this process for workers of `module`. It starts nothing before it is asked."""
     with _pool_lock:
-        if _pool is None:
+        if module not in _pools:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            _pool = WorkerPool(min(MAX_WORKERS, cores))
-        return _pool
+            _pools[module] = WorkerPool(min(MAX_WORKERS, cores), module)
+        return _pools[module]
 
 
 def close_workers() -> None:
     """Ends the workers of this process, if there are any; the next question starts new ones."""
-    global _pool
     with _pool_lock:
-        pool, _pool = _pool, None
-    if pool is not None:
+        pools = list(_pools.values())
+        _pools.clear()
+    for pool in pools:
         pool.close()
 
 
 def _forget() -> None:
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
+    global _pools, _pool_lock
+    _pools, _pool_lock = {}, threading.Lock()
 
 
 atexit.register(close_workers)

@@ -65,12 +65,18 @@ def limit_memory(megabytes: float | None) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def main(connection: Connection, parent: int) -> None:
+def main(
+    connection: Connection,
+    parent: int,
+    load: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]] = load,
+    library: str = "math-verify",
+) -> None:
+    """Answers with what `load` gives, which needs `library`, until there is nobody left to ask."""
     logging.disable()
     try:
         reply = load()
     except Exception as error:
-        connection.send_bytes(json.dumps({"broken": f"{type(error).__name__}: {error}"}).encode())
+        connection.send_bytes(json.dumps({"broken": f"{library} does not work here: {type(error).__name__}: {error}"}).encode())
         return
     connection.send_bytes(b"{}")
     while os.getppid() == parent:  # a fork of the parent may hold the connection open

@@ -1,0 +1,19 @@
+"""Score a policy on benchmarks: python evaluate.py [policy=PATH_OR_HUB_ID] [benchmark=NAME] [protocol=NAME] [key=value ...]"""
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from bapo.benchmark.run import run, spelled_out
+from bapo.cli import cli
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")
+def main(cfg: DictConfig) -> None:
+    run(cfg)
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = spelled_out(sys.argv[1:])
+    cli(main, "evaluate")

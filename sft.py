@@ -1,0 +1,16 @@
+"""Fine-tune a model on demonstrations, or with -m a sweep of it: python sft.py [key=value ...]"""
+
+import hydra
+from omegaconf import DictConfig
+
+from bapo.cli import cli
+from bapo.sft.run import run
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="sft")
+def main(cfg: DictConfig) -> None:
+    run(cfg)
+
+
+if __name__ == "__main__":
+    cli(main, "sft")

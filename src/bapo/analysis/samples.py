@@ -1,0 +1,117 @@
+"""What a run has answered, read in the terminal: python -m bapo.analysis.samples RUN_DIR [--last] [--wrong] ...
+
+Shows RUN_DIR/samples.jsonl, a few responses of every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.text import Text
+
+from bapo.run_folder import SAMPLES
+
+LONGEST = 800
+"""Characters of a text that are shown; of a longer one, both ends."""
+
+Row = Mapping[str, Any]
+
+
+def read_samples(run_dir: Path) -> list[Row]:
+    """The rows of RUN_DIR/samples.jsonl but for a last one that a kill cut short. Raises ValueError when there is none."""
+    path = run_dir / SAMPLES
+    if not path.is_file():
+        why = "callbacks.samples was null, or the run has made no update yet" if (run_dir / "config.yaml").is_file() else ""
+        raise ValueError(f"there is no {SAMPLES} in {run_dir}: " + (why or "it is no run folder"))
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not rows:
+        raise ValueError(f"{path} is empty; the run has no samples yet")
+    return rows
+
+
+def choose(rows: Sequence[Row], round_index: int | None, last: bool, right: bool | None, n: int | None) -> list[Row]:
+    """The last `n` rows of a round, of the newest one (`last`) or of all, right (correctness > 0), wrong or both (None).
+
+    Raises ValueError for a round that is not there, and where nothing is left.
+    """
+    rounds = sorted({row["round"] for row in rows})
+    wanted = rounds[-1] if last else round_index
+    if wanted is not None and wanted not in rounds:
+        known = f"{rounds[0]} to {rounds[-1]} ({len(rounds)} in all)"
+        raise ValueError(f"--round is {wanted}; there are samples of the rounds {known}")
+    chosen = [row for row in rows if wanted is None or row["round"] == wanted]
+    if right is not None:
+        chosen = [row for row in chosen if (row["correctness"] > 0) == right]
+    if not chosen:
+        where = "" if wanted is None else f" in round {wanted}"
+        raise ValueError(f"there is no {'right' if right else 'wrong'} sample{where}")
+    return chosen[-n:] if n else chosen
+
+
+def shorten(text: str, longest: int | None) -> str:
+    """Both ends of a text of more than `longest` characters, with a note of what is left out; None: the whole."""
+    if longest is None or len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
+
+
+def visible(text: str) -> str:
+    """Control characters written out: a response must not command the terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def panel(row: Row, longest: int | None) -> RenderableType:
+    """One sample: who, how it was judged, then prompt, answer and response as they are."""
+    judged = f"reward {row['reward']:g}" + ("" if row["reward"] == row["correctness"] else f" (task {row['correctness']:g})")
+    facts = Text.assemble(
+        (f"round {row['round']}  update {row['global_step']}  {row['uid']} #{row['sample_index']}\n", "bold"),
+        (judged, "green" if row["correctness"] > 0 else "red"),
+        f"  {row['length']} tokens, {row['finish_reason']}" + ("" if row["kept"] else "  not trained on"),
+    )
+    return Group(Rule(style="dim"), facts, *_texts(row, longest))
+
+
+def _texts(row: Row, longest: int | None) -> Iterator[RenderableType]:
+    for name in ("prompt", "answer", "response"):
+        yield Text(name, style="cyan")
+        yield Padding(Text(visible(shorten(row[name], longest))), (0, 0, 0, 2), expand=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bapo.analysis.samples", description="Read what a run has answered.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--round", type=int, metavar="N", help="of this round only, counted from 0")
+    which.add_argument("--last", action="store_true", help="of the newest round only")
+    parser.add_argument("--n", type=int, metavar="K", help="the last K of them")
+    judged = parser.add_mutually_exclusive_group()
+    judged.add_argument("--right", action="store_true", help="those that the task gave more than 0")
+    judged.add_argument("--wrong", action="store_true", help="the others")
+    parser.add_argument("--full", action="store_true", help="long texts whole")
+    args = parser.parse_args(arguments)
+    if args.n is not None and args.n < 1:
+        parser.error(f"--n is {args.n}; it must be >= 1")
+    try:
+        right = True if args.right else False if args.wrong else None
+        rows = choose(read_samples(args.run_dir), args.round, args.last, right, args.n)
+    except ValueError as error:
+        parser.error(str(error))
+    console = Console(highlight=False)
+    for row in rows:
+        console.print(panel(row, None if args.full else LONGEST))
+
+
+if __name__ == "__main__":
+    main()

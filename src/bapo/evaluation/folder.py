@@ -1,0 +1,146 @@
+"""What stands in an evaluation's folder, and how it survives a kill at any time."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bapo.evaluation.scoring import Scored
+
+SAMPLES, RESULT = "samples.jsonl", "result.json"
+SHORT = {"response_length_mean": "length", "truncated_frac": "truncated", "unverified_frac": "unverified"}
+"""Metrics in the head of a table."""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Makes the folder and keeps other processes out of it while open: ValueError if one is in it, or it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ValueError(f"evaluation folder {str(folder)!r} cannot be written: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when its holder dies
+        except OSError as error:
+            raise ValueError(f"evaluation folder {str(folder)!r} is in use: the same evaluation is going on") from error
+        yield
+
+
+def read_samples(folder: Path, samples: int) -> list[Scored]:
+    """The responses to finished problems, those with all of their `samples`, in the file's order.
+
+    A last line that a kill has cut short is dropped, and so is the rest of its problem. ValueError for any other damage.
+    """
+    path = folder / SAMPLES
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    groups: dict[str, dict[int, Scored]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            one = Scored(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is damaged in line {number}: {error}; without the file it begins again") from error
+        group = groups.setdefault(one.uid, {})
+        if one.sample_index in group or not 0 <= one.sample_index < samples:
+            raise ValueError(f"{path} is damaged in line {number}: sample {one.sample_index} of problem {one.uid!r}")
+        group[one.sample_index] = one
+    return [group[index] for group in groups.values() if len(group) == samples for index in range(samples)]
+
+
+def write_samples(folder: Path, kept: Sequence[Scored]) -> None:
+    """Makes the file hold `kept` and nothing else; left alone where that is what it holds."""
+    path, text = folder / SAMPLES, _lines(kept)
+    if (path.read_bytes() if path.is_file() else b"") != text.encode():
+        replace_text(path, text)
+
+
+def add_samples(folder: Path, scored: Sequence[Scored]) -> None:
+    """Appends finished problems; they are on the disk when it returns."""
+    with (folder / SAMPLES).open("a", encoding="utf-8") as file:
+        file.write(_lines(scored))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _lines(scored: Sequence[Scored]) -> str:
+    # ASCII, so that no character of a response ends a line.
+    return "".join(json.dumps(asdict(one)) + "\n" for one in scored)
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """result.json; None where the evaluation has not ended."""
+    path = folder / RESULT
+    if not path.is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}; without the file it is made again") from error
+
+
+def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """result.csv, result.md and, last, result.json, which stands for a finished evaluation."""
+    row = summary_row(result)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, row, lineterminator="\n")
+    writer.writeheader()
+    writer.writerow(row)
+    replace_text(folder / "result.csv", text.getvalue())
+    replace_text(folder / "result.md", markdown([shown_row(result)]))
+    replace_text(folder / RESULT, json.dumps(result, indent=1) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """The file as a whole, or as it was."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def summary_row(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A result in one flat row: what was evaluated, how, and every metric with its error and interval."""
+    row = {"policy": result["policy"]["name"], "step": result["policy"]["step"], "benchmark": result["benchmark"]}
+    row |= {name: result["settings"][name] for name in ("problems", "samples", "temperature", "top_p", "top_k", "max_tokens")}
+    row |= {"seed": result["settings"]["seed"]}
+    for name, estimate in result["metrics"].items():
+        row |= {name: estimate["value"], f"{name}_stderr": estimate["stderr"]}
+        row |= {f"{name}_low": estimate["low"], f"{name}_high": estimate["high"]}
+    return row
+
+
+def shown_row(result: Mapping[str, Any]) -> dict[str, str]:
+    """A result as people read it: shares with their standard errors, three decimals."""
+    policy, settings = result["policy"], result["settings"]
+    step = "" if policy["step"] is None else f" @ {policy['step']}"
+    row = {"policy": f"{policy['name']}{step}", "benchmark": result["benchmark"], "problems": str(settings["problems"])}
+    row["sampling"] = f"{settings['samples']} at T {settings['temperature']:g}, top_p {settings['top_p']:g}"
+    row["sampling"] += (f", top_k {settings['top_k']}" if settings["top_k"] else "") + f", {settings['max_tokens']} tokens"
+    for name, estimate in result["metrics"].items():
+        row[SHORT.get(name, name)] = shown(estimate, 1 if name == "response_length_mean" else 3)
+    return row
+
+
+def shown(estimate: Mapping[str, Any], decimals: int = 3) -> str:
+    """`0.412 ± 0.020`, the standard error after the value where there is one."""
+    error = estimate["stderr"]
+    return f"{estimate['value']:.{decimals}f}" + ("" if error is None else f" ± {error:.{decimals}f}")
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """A Markdown table; its columns are those of all rows. A bar inside a cell is escaped."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [columns, ["---"] * len(columns), *([row.get(name, "") for name in columns] for row in rows)]
+    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in cells)

@@ -1,0 +1,106 @@
+"""One supervised fine-tuning: check the config, build the objects, fit, write the model. Only the entry point imports this."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from bapo import config_check
+from bapo.export import write_model
+from bapo.job import Entry, Job, Training, open_job, run_job
+from bapo.options import PolicyOptions
+from bapo.policy.causal_lm import load_tokenizer
+from bapo.run_folder import is_main_process
+from bapo.sft.module import SftModule
+from bapo.sft.rows import SftData, SftOptions, encode, end_of_sequence, fitting, split
+
+log = logging.getLogger(__name__)
+
+
+def check(parts: dict[str, Any]) -> None:
+    """What fits together and on this machine, over the built objects of a config. Raises ValueError.
+
+    The texts are read here, as `parts["shown"]`: rows that cannot be read are a mistake like any other in the config.
+    """
+    config_check.check_machine(parts)
+    parts["data"].check(parts["task"])
+    options, trainer = parts["sft"], parts["trainer"]
+    if trainer.max_rounds is not None:
+        raise ValueError(f"trainer.max_rounds is {trainer.max_rounds}; it must be null: sft.epochs or sft.max_updates counts")
+    if options.batch_size < (world := trainer.devices * trainer.num_nodes):
+        raise ValueError(f"sft.batch_size is {options.batch_size}; it must be >= {world}, the number of processes")
+    parts["shown"] = parts["data"](parts["task"])
+
+
+SFT = Entry(
+    "sft.py",
+    {
+        "name", "seed", "threads", "resume", "sft", "policy", "task", "data", "prompt", "optimizer", "trainer", "logger",
+        "callbacks",
+    },
+    check,
+)  # fmt: skip
+
+
+def run(cfg: DictConfig) -> dict[str, float]:
+    """Fine-tunes as a composed config says, in Hydra's output folder; returns the last value of every metric.
+
+    Raises ValueError for a config that cannot run. However it ends, status.json says so; a whole run leaves FOLDER/model, which
+    `policy.path` takes.
+    """
+    with _prompt_by_its_own_name():
+        return run_job(open_job(cfg, SFT), _training)
+
+
+@contextmanager
+def _prompt_by_its_own_name() -> Iterator[None]:
+    """In messages: what is `rollout.prompt` in another config is `prompt` in this one."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error).replace("prompt.rollout.prompt", "prompt").replace("rollout.prompt", "prompt")
+        if message == str(error):
+            raise
+        raise ValueError(message) from error
+
+
+def _training(job: Job, at_the_end: ExitStack) -> Training:
+    parts, trainer = job.parts, job.parts["trainer"]
+    policy: PolicyOptions = parts["policy"]
+    options: SftOptions = parts["sft"]
+    path = policy.model_path(parts["task"])
+    tokenizer = load_tokenizer(path, **policy.source)
+    trained = policy.load(path, 1.0, parts["seed"])
+    eos, stops = end_of_sequence(trained.model, tokenizer)
+    rows = encode(tokenizer, parts["prompt"], parts["shown"], eos, stops)
+    positions = trained.model.config.get_text_config().max_position_embeddings
+    train, test = split(fitting(rows, options.max_tokens, positions, options.too_long), options.test_share)
+    pad_id = tokenizer.pad_token_id
+    data = SftData(train, test, options, pad_id, parts["seed"], trainer.devices * trainer.num_nodes)
+    log.info("%d demonstrations to train on, %d held out, %d updates", len(train), len(test), data.total)
+    module = SftModule(trained, parts["optimizer"], trainer.micro_batch_tokens, data.total, options.test_every_n_updates)
+
+    def conclude() -> None:
+        if is_main_process():
+            save_model(module, policy, path, job.folder / "model")
+            log.info("model: %s", job.folder / "model")
+
+    return Training(module, data, data.epochs, conclude)
+
+
+def save_model(module: SftModule, policy: PolicyOptions, path: str | Path, folder: Path) -> None:
+    """A Hugging Face folder with its tokenizer, an adapter merged into the model; it appears in one piece."""
+    with tempfile.TemporaryDirectory(prefix=".model.", dir=folder.parent) as made:
+        new = Path(made) / "folder"
+        new.mkdir()
+        write_model(module.policy, policy, path, new)
+        if folder.exists():  # a finished run that was resumed
+            shutil.rmtree(folder)
+        new.rename(folder)
