@@ -46,15 +46,17 @@ ROWS: dict[str, set[str]] = {
     "run_folder": CORE,
     "config_check": CORE,
     "loggers": CORE | {"run_folder"},
-    "analysis": CORE | {"run_folder"},
-    "callbacks": CORE | {"evaluation", "run_folder"},
+    "records": {"types", "ops", "losses"},
+    "analysis": CORE | {"run_folder", "records"},
+    "callbacks": CORE | {"evaluation", "run_folder", "records"},
 }
 ROWS["options"] = CORE
 ROWS["process"] = {"run_folder"}
 ROWS["explain"] = {"options", "policy"}
 ROWS["cli"] = {"types", "run_folder", "config_check"}
 ROWS["export"] = {"options", "policy", "process", "rollouts", "run_folder", "cli"}  # an entry point
-ROWS["run"] = set(ROWS) - {"cli", "export"}
+ROWS["replay"] = {*CORE, "records", "analysis", "run_folder", "config_check", "cli"}  # likewise
+ROWS["run"] = set(ROWS) - {"cli", "export", "replay"}
 
 # The mathematics stands on torch alone, so that it can be read, tested and reused without a trainer.
 THIRD_PARTY: dict[str, set[str]] = {
