@@ -26,3 +26,14 @@ def test_the_results_are_those_of_the_committed_sizes() -> None:
     written = (REPOSITORY / "benchmarks" / "results" / "bound_search.md").read_text()
     assert "1,048,576 tokens, the paper's ranges (52 candidates)" in written
     assert "8192 tokens over a vocabulary of 32000" in written
+
+
+def test_record_cost_measures_what_it_writes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import record_cost
+
+    record_cost.write_table([(4, 8), (16, 64)], repeats=2)
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][2:]
+    assert [row[0] for row in rows] == ["| 32", "| 1,024"]
+    assert all(float(row[1]) > 0 for row in rows)
+    assert float(rows[1][2].rstrip(" |")) < 20

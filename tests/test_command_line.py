@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[0-9a-f]{6}")
 FILES = {
     *("config.yaml", "provenance.json", "commands.log", "status.json", "train.log"),
-    *("metrics.csv", "timing.csv", "report.html", "figures", "rounds", "samples.jsonl", "checkpoints"),
+    *("metrics.csv", "timing.csv", "report.html", "figures", "rounds", "updates", "samples.jsonl", "checkpoints"),
 }
 COLUMNS = {
     *("trainer/global_step", "rollout/round", "rollout/tokens_total", "rollout/reward_mean", "eval/test/avg@1"),

@@ -36,8 +36,9 @@ ROWS: dict[str, set[str]] = {
     "run_folder": CORE,
     "config_check": CORE,
     "loggers": CORE | {"run_folder"},
-    "analysis": CORE | {"run_folder", "evaluation"},
-    "callbacks": CORE | {"evaluation", "run_folder"},
+    "records": {"types", "ops", "losses"},
+    "analysis": CORE | {"run_folder", "evaluation", "records"},
+    "callbacks": CORE | {"evaluation", "run_folder", "records"},
 }
 ROWS["options"] = CORE
 ROWS["process"] = {"run_folder"}
@@ -46,7 +47,8 @@ ROWS["explain"] = {"options", "policy"}
 ROWS["cli"] = {"contracts", "run_folder", "config_check"}
 # Entry points.
 ROWS["export"] = {"options", "policy", "process", "rollouts", "run_folder", "cli"}
-ROWS["run"] = set(ROWS) - {"cli", "export"}
+ROWS["replay"] = {*CORE, "records", "analysis", "run_folder", "config_check", "cli"}
+ROWS["run"] = set(ROWS) - {"cli", "export", "replay"}
 ROWS["sft"] = CORE | {"job", "options", "run_folder", "config_check", "export"}
 ROWS["benchmark"] = CORE | {"evaluation", "job", "options", "run_folder", "process", "config_check", "export", "warm_start"}
 

@@ -71,6 +71,9 @@ def test_loss_gradient_and_metrics_by_hand() -> None:
             "policy/log_ratio_clamped_frac": 0,
             "bounds/positive_mass": 0.3,
             "bounds/negative_mass": 1.5 + 4,
+            "policy/logprob_mean": sum(map(math.log, ratios)),
+            "policy/unclipped_advantage_mean": -1 + 1 - 2,
+            "policy/entropy_clip_cov": -math.log(1.5) + math.log(0.3) - 2 * math.log(2),
         },
         abs=1e-12,
     )

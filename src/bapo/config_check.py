@@ -69,6 +69,12 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from _targets(value, f"{path}.{key}" if path else str(key))
 
 
+def check_sections(config: Mapping[str, Any]) -> None:
+    """`check_keys_and_types` for a few sections alone: what has a `_target_` must fit its signature. ValueError in one line."""
+    if errors := [error for path, node in _targets(config, "") for error in _check_call(path, node, config)]:
+        raise ValueError("; ".join(errors))
+
+
 def _check_call(path: str, node: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     try:
         target = get_object(node["_target_"])

@@ -47,6 +47,19 @@ _TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
     ("policy/grad_norm", "global 2-norm of the gradient before clipping", "norm", "global"),
     ("policy/lr", "learning rate of this update", "rate", "global"),
     ("policy/entropy", "mean of -sum_v p log p at the sampling temperature", "nats", "token_mean"),
+    ("policy/logprob_mean", "mean log-prob of the trained tokens under the policy", "nats", "token_mean"),
+    (
+        "policy/unclipped_advantage_mean",
+        "mean of A X; X is 0 for tokens whose gradient is clipped away, else 1",
+        "advantage",
+        "token_mean",
+    ),
+    (
+        "policy/entropy_clip_cov",
+        "Cov[log pi(y), A X] over the trained tokens (Eq. 6: entropy changes by about -lr times it)",
+        "nats * advantage",
+        "token_mean",
+    ),
     ("policy/approx_kl", "mean of r - 1 - log r, behaviour to policy", "nats", "token_mean"),
     ("policy/ratio_mean", "mean importance ratio r", "ratio", "token_mean"),
     ("policy/ratio_max", "largest importance ratio r", "ratio", "max"),
@@ -152,6 +165,9 @@ _PATTERNS: tuple[tuple[re.Pattern[str], Metric], ...] = (
     ),
 )
 
+COVARIANCES = {"policy/entropy_clip_cov": ("policy/logprob_mean", "policy/unclipped_advantage_mean")}
+"""Metrics whose parts are sums of products: from their token mean the product of these two means is taken away."""
+
 METRICS: dict[str, Metric] = {name: Metric(name, formula, unit, reduction) for name, formula, unit, reduction in _TABLE}
 WALL_CLOCK_PREFIXES = ("time/", "perf/")
 """Metrics that no seed can repeat."""
@@ -196,4 +212,7 @@ class MetricParts:
         for name, total, peak in zip(names, sums, largest, strict=True):
             reduction = lookup(name).reduction
             row[name] = peak if reduction == "max" else total if reduction == "sum" else total / max(1, tokens)
+        for name in COVARIANCES.keys() & row.keys():
+            one, other = COVARIANCES[name]
+            row[name] -= row[one] * row[other]
         return row

@@ -41,6 +41,7 @@ class BapoModule(UpdateModule):
     ):
         super().__init__(policy, optimizer, token_budget, total_updates)
         self.loss = loss
+        self.observer: Any = None  # called after every step with (mini-batch, its `SeenPart`s, plan, row of the log)
         self.objective = objective
         # In a tuple Lightning does not see it: a frozen model belongs neither into checkpoints nor to the gradient exchange.
         self._reference = (reference,)
@@ -76,12 +77,14 @@ class BapoModule(UpdateModule):
     def training_step(self, minibatch: MiniBatch, batch_idx: int) -> None:
         start = time.perf_counter()
         whole = minibatch.sequences
-        micro_batches = self._weighted([whole.select(rows) for rows in cut_by_tokens(whole.lengths(), self.token_budget)])
+        cuts = cut_by_tokens(whole.lengths(), self.token_budget)
+        micro_batches = self._weighted([whole.select(rows) for rows in cuts])
         single = self._score(micro_batches[0]) if len(micro_batches) == 1 else None
         learned = self.loss.state_dict() if hasattr(self.loss, "state_dict") else None
         plan = self._plan(micro_batches, single)
 
         parts = MetricParts()
+        seen: list[Any] = []
         for index, micro in enumerate(micro_batches):
             with self._synchronised(index == len(micro_batches) - 1):
                 scores = single or self._score(micro)
@@ -94,6 +97,8 @@ class BapoModule(UpdateModule):
             parts.add(metrics | micro.metrics | _state_metrics(micro.batch, scores, self.global_step))
             if plan.bounds is None:
                 parts.add(_bounds_metrics(bounds), weight=micro.batch.response_mask.sum())
+            if self.observer is not None:
+                seen.append(micro.seen(cuts[index], inputs, scores.entropy, bounds, output))
 
         row = parts.reduce(self._gather, plan.tokens)
         if plan.bounds is not None:
@@ -105,6 +110,8 @@ class BapoModule(UpdateModule):
             positive, negative = row["bounds/positive_mass"], row["bounds/negative_mass"]
             row |= {"bounds/positive_ratio": positive / (positive + negative) if negative else 1.0}
             row |= {"policy/grad_norm": grad_norm, "policy/lr": lr, "policy/skipped_updates": self.skipped_updates}
+            if self.observer is not None:
+                self.observer(minibatch, seen, plan, row)
             seconds = time.perf_counter() - start
             self.log_row(row | {"time/train": seconds, "perf/tokens_per_s": plan.tokens / seconds} | minibatch.metrics)
         elif learned is not None:

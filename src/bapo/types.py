@@ -143,10 +143,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The data of one optimizer update, and what its row of the log should say of where they come from."""
+    """The data of one optimizer update, and what its row of the log should say of where they come from.
+
+    places: where each sequence is on disk, as `Pool.places` has it, on the CPU; None where nobody asks.
+    """
 
     sequences: Batch
     metrics: dict[str, float]
+    places: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MiniBatch:
         return replace(self, sequences=self.sequences.to(device, non_blocking))
@@ -193,11 +197,15 @@ class ClipBounds:
 class LossOutput:
     """`loss` to differentiate, and this micro-batch's part of each metric, detached.
 
-    How parts combine over micro-batches and ranks is the metric's `reduction` in `bapo.metrics`.
+    How parts combine over micro-batches and ranks is the metric's `reduction` in `bapo.metrics`. For who wants to look at
+    single tokens, [B, T] and without a graph: `ratio`, what the bounds are compared with, and `clipped`, bool, the tokens that
+    `policy/clip_frac` counts; None: r itself, and PPO's rule.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    ratio: Tensor | None = None
+    clipped: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from bapo.analysis.clip_figures import draw_clip_pictures
 from bapo.analysis.figures import PICTURES, STEP, Picture, Rows, Run, draw, held_out_names, missing, points
 from bapo.analysis.labels import distinguish
 from bapo.metrics import METRICS
@@ -146,11 +147,14 @@ def summary(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> dict[str, s
 
 def figure(picture: Picture, path: Path, absent: Sequence[str]) -> str:
     """The drawn picture as HTML, with the formulas of its metrics below."""
-    image = base64.b64encode(path.read_bytes()).decode()
     shown = [name for panel in picture.panels for name in panel.series if name not in absent and name in METRICS]
-    caption = "; ".join(f"{name}: {METRICS[name].formula}" for name in shown)
+    return captioned(path, picture.title, "; ".join(f"{name}: {METRICS[name].formula}" for name in shown))
+
+
+def captioned(path: Path, title: str, caption: str) -> str:
+    image = base64.b64encode(path.read_bytes()).decode()
     return (
-        f'<figure><img alt="{escape(picture.title)}" src="data:image/png;base64,{image}">'
+        f'<figure><img alt="{escape(title)}" src="data:image/png;base64,{image}">'
         f"<figcaption>{escape(caption)}</figcaption></figure>\n"
     )
 
@@ -166,9 +170,15 @@ def table(facts: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def page(
-    title: str, subtitle: str, facts: Mapping[str, Mapping[str, str]], runs: Sequence[Run], figures: Path, details: str
+    title: str,
+    subtitle: str,
+    facts: Mapping[str, Mapping[str, str]],
+    runs: Sequence[Run],
+    figures: Path,
+    details: str,
+    more: str = "",
 ) -> str:
-    """Draw every picture into `figures` and return the HTML around them. facts: run label -> its table."""
+    """Draw every picture into `figures` and return the HTML around them and `more`. facts: run label -> its table."""
     figures.mkdir(parents=True, exist_ok=True)
     images, absent = "", []
     for picture in PICTURES:
@@ -183,7 +193,7 @@ def page(
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{CSS}</style></head><body>\n"
         f'<h1>{escape(title)}</h1><p class="sub">{escape(subtitle)}</p>\n{table(facts)}\n'
-        f'<div class="figures">\n{images}</div>\n{note}\n{details}\n</body></html>\n'
+        f'<div class="figures">\n{images}{more}</div>\n{note}\n{details}\n</body></html>\n'
     )
 
 
@@ -202,10 +212,20 @@ def write_report(run_dir: str | Path) -> Path:
         text = escape(source.read_text(encoding="utf-8"))
         details = f"<details><summary>Resolved configuration</summary><pre>{text}</pre></details>"
     runs = [Run(name, rows, levels(config))]
-    html = page(name, f"run folder {run_dir.resolve().name}", facts, runs, run_dir / "figures", details)
+    more, wrong = token_figures(run_dir, run_dir / "figures")
+    html = page(name, f"run folder {run_dir.resolve().name}", facts, runs, run_dir / "figures", wrong + details, more)
     path = run_dir / "report.html"
     path.write_text(html, encoding="utf-8")
     return path
+
+
+def token_figures(run_dir: Path, figures: Path) -> tuple[str, str]:
+    """HTML of the pictures from RUN/updates, and of what kept them from being drawn; "" for a run without records."""
+    try:
+        drawn = draw_clip_pictures(run_dir, figures)
+    except ValueError as error:
+        return "", f'<p class="sub">Who is clipped is not drawn: {escape(str(error))}</p>'
+    return "".join(captioned(figures / f"{stem}.png", stem, caption) for stem, caption in drawn.items()), ""
 
 
 def write_comparison(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:

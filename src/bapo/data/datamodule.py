@@ -120,16 +120,14 @@ class RolloutDataModule(L.LightningDataModule):
         self.on_phase("train")
         parts = deal_minibatches(len(pool.batch), self.schedule.minibatches_per_epoch, self.seed, epoch)
         first_epoch = epoch % self.schedule.epochs_per_round == 0
-        return EpochLoader(
-            [
-                # Ranks take turns along the lengths, so that each gets about the same number of tokens.
-                MiniBatch(
-                    pool.batch.select(_longest_first(rows, pool)[ranks.rank :: ranks.world]),
-                    _row_metrics(pool, epoch, first=first_epoch and index == 0),
-                )
-                for index, rows in enumerate(parts)
-            ]
-        )
+        places = pool.places()
+        minibatches = []
+        for index, part in enumerate(parts):
+            # Ranks take turns along the lengths, so that each gets about the same number of tokens.
+            rows = _longest_first(part, pool)[ranks.rank :: ranks.world]
+            metrics = _row_metrics(pool, epoch, first=first_epoch and index == 0)
+            minibatches.append(MiniBatch(pool.batch.select(rows), metrics, places[rows]))
+        return EpochLoader(minibatches)
 
     def pool(self, round_index: int, ranks: Ranks) -> Pool:
         """The pool of a round: the one in hand, else from its file, else collected now and filed, with those that are due.

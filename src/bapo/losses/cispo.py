@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from bapo.losses.clip_bounds import BoundsScope
-from bapo.losses.surrogate import importance_ratio
+from bapo.losses.surrogate import entropy_clip_metrics, importance_ratio
 from bapo.losses.token_loss import constant_bounds, empty_tally, token_loss
 from bapo.ops.masked import keep, masked_sum
 from bapo.types import ClipBounds, LossInputs, LossOutput
@@ -60,4 +61,6 @@ class CispoLoss:
             gradient=weight * advantages.abs(),
         )
         cut = ((ratio < low) | (ratio > high)) & (advantages != 0)
-        return LossOutput(output.loss, output.metrics | {"policy/clip_frac": masked_sum(cut, inputs.response_mask).double()})
+        metrics = output.metrics | entropy_clip_metrics(inputs, dropped=torch.zeros_like(cut))
+        metrics["policy/clip_frac"] = masked_sum(cut, inputs.response_mask).double()
+        return LossOutput(output.loss, metrics, output.ratio, cut)

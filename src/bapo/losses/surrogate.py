@@ -147,8 +147,9 @@ def clipped_surrogate_loss(
     advantages = keep(inputs.advantages, inputs.response_mask)
     objective = clipped_objective(ratio, advantages, bounds.clip_low, bounds.clip_high, dual_clip)
     loss = weighted_loss(objective, inputs, denominator)
-    metrics = token_metrics(inputs, bounds, ratio, log_ratio, objective, mass, dual_clip)
-    return LossOutput(loss, {"policy/loss": loss.detach().double(), **metrics})
+    clipped = is_clipped(ratio, advantages, bounds.clip_low, bounds.clip_high, dual_clip)
+    metrics = token_metrics(inputs, bounds, ratio, log_ratio, objective, mass, dual_clip, clipped)
+    return LossOutput(loss, {"policy/loss": loss.detach().double(), **metrics}, ratio.detach(), clipped)
 
 
 @torch.no_grad()
@@ -193,6 +194,22 @@ def token_metrics(
         "policy/log_ratio_clamped_frac": total(log_ratio.abs() > MAX_LOG_RATIO),
         "bounds/positive_mass": total(masses, positive),
         "bounds/negative_mass": total(masses, negative),
+        **entropy_clip_metrics(inputs, clipped),
+    }
+
+
+@torch.no_grad()
+def entropy_clip_metrics(inputs: LossInputs, dropped: Tensor) -> dict[str, Tensor]:
+    """Parts of Cov[log pi(y), A X] over trained tokens, X = 0 for `dropped` (bool [B, T]), else 1; float64, token sums.
+
+    The entropy changes by about -lr times it in the update. Source: the Entropy-Clip Rule, arXiv 2510.18927, Eq. 6.
+    """
+    logprobs = keep(inputs.logprobs, inputs.response_mask).double()
+    pushed = keep(inputs.advantages, inputs.response_mask & ~dropped).double()
+    return {
+        "policy/logprob_mean": logprobs.sum(),
+        "policy/unclipped_advantage_mean": pushed.sum(),
+        "policy/entropy_clip_cov": (logprobs * pushed).sum(),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bapo.losses.surrogate import token_metrics, token_weights, weighted_loss
+from bapo.losses.surrogate import is_clipped, token_metrics, token_weights, weighted_loss
 from bapo.ops.masked import keep, masked_sum
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
@@ -28,13 +28,15 @@ def token_loss(
     """
     loss = weighted_loss(objective, inputs, denominator)
     metrics = {"policy/loss": loss.detach().double()}
+    advantages = keep(inputs.advantages, inputs.response_mask)
+    if clipped is None:
+        clipped = is_clipped(ratio, advantages, bounds.clip_low, bounds.clip_high)
     metrics |= token_metrics(inputs, bounds, ratio, log_ratio, objective, clipped=clipped)
     if gradient is not None:
-        advantages = keep(inputs.advantages, inputs.response_mask)
         masses = gradient.detach().double() * token_weights(inputs).double()
         metrics["bounds/positive_mass"] = masked_sum(masses, advantages > 0)
         metrics["bounds/negative_mass"] = masked_sum(masses, advantages < 0)
-    return LossOutput(loss, metrics)
+    return LossOutput(loss, metrics, ratio.detach(), clipped)
 
 
 def empty_tally(inputs: LossInputs) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from bapo.types import Batch, LossInputs
+from bapo.types import Batch, ClipBounds, LossInputs, LossOutput
 
 
 def cut_by_tokens(lengths: Tensor, token_budget: int) -> list[Tensor]:
@@ -30,6 +30,21 @@ def cut_by_tokens(lengths: Tensor, token_budget: int) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
+class SeenPart:
+    """A micro-batch as the update saw it before its step: rows of the mini-batch, int64 [B]; `entropy` [B, T]; bounds.
+
+    ratio, clipped: as in `LossOutput`.
+    """
+
+    rows: Tensor
+    inputs: LossInputs
+    entropy: Tensor
+    bounds: ClipBounds
+    ratio: Tensor | None
+    clipped: Tensor | None
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """A micro-batch, the weights [B, T] of its tokens, and its part of the metrics of that weighting."""
 
@@ -45,6 +60,11 @@ class MicroBatch:
             response_mask=self.batch.response_mask,
             weights=self.weights,
         )
+
+    def seen(self, rows: Tensor, inputs: LossInputs, entropy: Tensor, bounds: ClipBounds, output: LossOutput) -> SeenPart:
+        """What an update has computed of this micro-batch, made of `rows` of its mini-batch; without graphs."""
+        inputs = replace(inputs, logprobs=inputs.logprobs.detach())
+        return SeenPart(rows, inputs, entropy.detach(), bounds, output.ratio, output.clipped)
 
     def is_fresh(self, version: int) -> bool:
         """Did the weights of `version` draw every token?"""

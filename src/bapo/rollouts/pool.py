@@ -22,13 +22,20 @@ class Pool:
     """`batch` [N, T]; `rows` names each of the N sequences as (group uid, sample index, seed); `carried` is unfinished.
 
     `meta` holds plain values only: round, policy_version, next_prompt, tokens_total, sampling,
-    tokenizer (where it was loaded from), metrics, timing.
+    tokenizer (where it was loaded from), metrics, timing. again: (round, row of that round's file) of the last sequences, those
+    that are not this round's own.
     """
 
     batch: Batch
     rows: tuple[tuple[str, int, int], ...]
     meta: dict[str, Any]
     carried: tuple[Group, ...] = ()
+    again: tuple[tuple[int, int], ...] = ()
+
+    def places(self) -> Tensor:
+        """(round, row of that round's file) of every sequence, int64 [N, 2]."""
+        own = [(self.meta["round"], row) for row in range(len(self.batch) - len(self.again))]
+        return torch.tensor([*own, *self.again], dtype=torch.int64).view(-1, 2)
 
     def save(self, folder: Path) -> None:
         """Two files, and two for what is carried on; the JSON is renamed into place last: it stands for a complete pool."""

@@ -51,15 +51,16 @@ class Replay:
         if self.order == "newest":
             chosen.sort(key=lambda index: -candidates[index][0])
         taken = [candidates[index] for index in chosen[: self.groups]]
-        parts, names = [pool.batch], list(pool.rows)
+        parts, names, places = [pool.batch], list(pool.rows), []
         for place, old in enumerate(older):
             rows = torch.tensor([row for at, rows in taken if at == place for row in rows], dtype=torch.int64)
             parts.append(old.batch.select(rows))
             names += [old.rows[row] for row in rows.tolist()]
+            places += [(old.meta["round"], row) for row in rows.tolist()]
         again = sum(map(len, parts[1:]))
         metrics = {"replay/groups": float(len(taken)), "replay/row_frac": again / (again + len(pool.batch))}
         meta = pool.meta | {"metrics": pool.meta["metrics"] | metrics}
-        return replace(pool, batch=joined(parts), rows=tuple(names), meta=meta)
+        return replace(pool, batch=joined(parts), rows=tuple(names), meta=meta, again=tuple(places))
 
     def _young_groups(self, pool: Pool, newest: int) -> list[list[int]]:
         """Rows of each group of `pool` that is young enough."""

@@ -1,0 +1,1 @@
+"""What every optimizer update saw, on disk: RUN/updates."""

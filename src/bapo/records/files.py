@@ -1,0 +1,146 @@
+"""The file of an update: RUN/updates/update_000123.npz, and one more per further rank, update_000123_rank001.npz."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1
+FOLDER = "updates"
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """What one update saw of B sequences with N trained tokens, cut into M micro-batches: on one rank, or on all of them.
+
+    facts: plain numbers about the whole update, all ranks: step (completed updates, this one included), round, epoch, world,
+    vocabulary, tokens, denominator, and, as logged, loss, entropy, clip_low, clip_high, positive_ratio, entropy_clip_cov.
+    rows: int32 [B, 2], the round and the row of its pool's file, in the order in which they were trained. lengths: int32 [B],
+    trained tokens of each. micro_batches: int32 [M], sequences in each. bounds: float64 [M, 2], what each was trained with.
+    logprobs, entropy: float32 [N], row after row, under the policy before the step. by_side, histogram, entropy_by_ratio: see
+    `bapo.records.clipping`.
+    """
+
+    facts: Mapping[str, float]
+    rows: Array
+    lengths: Array
+    micro_batches: Array
+    bounds: Array
+    logprobs: Array
+    entropy: Array
+    by_side: Array
+    histogram: Array
+    entropy_by_ratio: Array
+
+    @property
+    def step(self) -> int:
+        return int(self.facts["step"])
+
+    @property
+    def round(self) -> int:
+        return int(self.facts["round"])
+
+    def entropy_of_rows(self) -> Array:
+        """The summed entropy of each sequence's trained tokens, float64 [B]."""
+        row = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return np.bincount(row, weights=self.entropy.astype(np.float64), minlength=len(self.lengths))
+
+
+ARRAYS = tuple(f.name for f in fields(UpdateRecord) if f.name != "facts")
+ADDED = ("by_side", "histogram", "entropy_by_ratio")
+
+
+def record_path(folder: Path, step: int, rank: int = 0) -> Path:
+    return folder / (f"update_{step:06d}.npz" if rank == 0 else f"update_{step:06d}_rank{rank:03d}.npz")
+
+
+def save_record(folder: Path, record: UpdateRecord, rank: int, edges: Mapping[str, Array]) -> None:
+    """Writes one rank's file beside its target and renames it. edges: the bins of the histogram, for who reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = record_path(folder, record.step, rank)
+    partial = path.with_suffix(".partial")
+    facts = json.dumps({"format": FORMAT, "rank": rank, **record.facts})
+    arrays: dict[str, Any] = {name: getattr(record, name) for name in ARRAYS} | dict(edges)
+    with partial.open("wb") as file:
+        np.savez_compressed(file, facts=np.array(facts), **arrays)
+    os.replace(partial, path)
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Takes away the files of updates later than `step`, and what a kill has left half written."""
+    for path in folder.glob("update_*"):
+        found = re.fullmatch(r"update_(\d+)(?:_rank\d+)?\.(npz|partial)", path.name)
+        if found and (found[2] == "partial" or int(found[1]) > step):
+            path.unlink(missing_ok=True)
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """The updates that have a file, ascending."""
+    names = (re.fullmatch(r"update_(\d+)\.npz", path.name) for path in folder.glob("update_*.npz"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def check_complete(folder: Path, last: int | None = None) -> list[int]:
+    """The recorded updates, from 1 on without a gap. ValueError if there is none, or one up to `last` is missing."""
+    steps = recorded_steps(folder)
+    if not steps:
+        raise ValueError(f"{folder} holds no update; a run writes them unless callbacks.record is null")
+    for expected in range(1, max(steps[-1], last or 0) + 1):
+        if expected > len(steps) or steps[expected - 1] != expected:
+            raise ValueError(f"{record_path(folder, expected)} is missing")
+    return steps
+
+
+def load_facts(folder: Path, step: int) -> tuple[dict[str, Any], Array]:
+    """The facts of an update and the rows of all its ranks, without what is large."""
+    parts = [_read(record_path(folder, step), ("rows",))]
+    parts += [_read(record_path(folder, step, rank), ("rows",)) for rank in range(1, int(parts[0][0]["world"]))]
+    return parts[0][0], np.concatenate([arrays["rows"] for _, arrays in parts])
+
+
+def load_update(folder: Path, step: int) -> UpdateRecord:
+    """An update with the sequences of every rank, in rank order. ValueError, in one line, for a missing or damaged file."""
+    first = _load(record_path(folder, step))
+    parts = [first, *(_load(record_path(folder, step, rank)) for rank in range(1, int(first.facts["world"])))]
+    merged: dict[str, Any] = {}
+    for name in ARRAYS:
+        values = [getattr(part, name) for part in parts]
+        merged[name] = sum(values[1:], start=values[0]) if name in ADDED else np.concatenate(values)
+    return replace(first, **merged)
+
+
+def read_updates(folder: Path, steps: list[int]) -> Iterator[UpdateRecord]:
+    """One update at a time."""
+    return (load_update(folder, step) for step in steps)
+
+
+def _load(path: Path) -> UpdateRecord:
+    facts, arrays = _read(path, ARRAYS)
+    record = UpdateRecord(facts, **arrays)
+    sequences, tokens = int(record.micro_batches.sum()), int(record.lengths.sum())
+    if not (len(record.rows) == len(record.lengths) == sequences and len(record.logprobs) == len(record.entropy) == tokens):
+        raise ValueError(f"{path} is damaged: its parts do not fit together")
+    return record
+
+
+def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Array]]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    try:
+        with np.load(path) as file:
+            facts = json.loads(str(file["facts"]))
+            arrays = {name: file[name] for name in names}
+    except Exception as error:  # zip, zlib, numpy and JSON each have their own
+        raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    if facts.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {facts.get('format')}; this version reads {FORMAT}")
+    return facts, arrays

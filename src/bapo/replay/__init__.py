@@ -1,0 +1,1 @@
+"""What another loss would have made of the updates of a run."""
