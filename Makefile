@@ -32,7 +32,7 @@ train: $(RUNTIME) ## Install what is needed and train: make train ARGS='loss=grp
 vllm: $(VLLM) ## Install what rollout=vllm needs: on a machine without a GPU vLLM's CPU build
 
 test: lint $(VLLM) ## Install what is needed, lint, and run all tests: make test ARGS='-k losses'
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 fast: $(DEV) $(VLLM) ## Run the tests that are not marked slow
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)

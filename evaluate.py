@@ -5,7 +5,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from bapo.benchmark.run import run, spelled_out
+from bapo.benchmark.run import run
+from bapo.benchmark.words import check_words, spelled_out
 from bapo.cli import cli
 
 
@@ -14,6 +15,11 @@ def main(cfg: DictConfig) -> None:
     run(cfg)
 
 
+def checked() -> None:
+    check_words(sys.argv[1:])
+    main()
+
+
 if __name__ == "__main__":
     sys.argv[1:] = spelled_out(sys.argv[1:])
-    cli(main, "evaluate")
+    cli(checked, "evaluate")

@@ -190,9 +190,11 @@ def test_a_mistake_ends_in_one_message(arguments: list[str], code: int, message:
 
 
 def test_a_model_that_is_not_there_ends_in_a_message_and_a_failed_run(tmp_path: Path) -> None:
-    code, _, err = train(tmp_path, "policy=hub", "policy.path=no-such-owner/no-such-model")
+    code, out, err = train(tmp_path, "policy=hub", "policy.path=no-such-owner/no-such-model")
     assert code == 2
     assert "error: policy.path is 'no-such-owner/no-such-model'; no model could be loaded from it" in err
     (folder,) = (tmp_path / "outputs" / "digits").iterdir()
     assert status(folder)["status"] == "failed"
     assert "Traceback" in (folder / "train.log").read_text()
+    assert "Traceback" not in out + err
+    assert "resume=" not in out + err + (folder / "train.log").read_text()  # it would fail again

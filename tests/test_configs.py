@@ -179,7 +179,12 @@ def choice(file: Path) -> list[str]:
 @pytest.mark.parametrize("file", FILES, ids=str)
 @pytest.mark.usefixtures("no_report")
 def test_every_file_of_conf_trains(
-    file: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_ins: Callable[..., list[str]]
+    file: Path,
+    cache_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stand_ins: Callable[..., list[str]],
+    byte_model: Path,
 ) -> None:
     """Experiments and engines with stand-ins for what is not here: `stand_ins`."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -199,10 +204,15 @@ def test_every_file_of_conf_trains(
     if file.parts[0] in ("experiment", "rollout", "task") or file.name == "smollm2":
         overrides += stand_ins(*overrides)
     if file.parts[0] == "task" and file.name in TEST_ONLY:
-        task = parts_of(*overrides)["task"]
-        assert len(task.prompts("test")) == task.sizes["test"] == 32
-        with pytest.raises(ValueError, match=f"the task {file.name} has only 'test'"):
+        with pytest.raises(ValueError, match=f"task is {file.name}, which has only test: nothing to train on"):
             run_experiment(tmp_path, *overrides)
+        data = [o for o in overrides if o.startswith("task.path=")]
+        asked = f"callbacks.evaluate.benchmarks.{file.name}"
+        sizes = [f"{asked}.test_size=4", *(f"{asked}.{o.removeprefix('task.')}" for o in data)]
+        small = shrunk("policy=hub", f"policy.path={byte_model}", keep=keep, cache_dir=cache_dir)
+        monkeypatch.setattr(DigitOps, "verify", lambda self, prompts, responses: [len(said) % 2 for said in responses])
+        metrics = run_experiment(tmp_path / "run", *small, f"+task@{asked}={file.name}", *sizes)
+        assert metrics[f"eval/{file.name}/avg@1"] == 0
         return
     cfg = composed(*overrides)
     if cfg.trainer.accelerator == "gpu" and not torch.accelerator.device_count():
@@ -432,6 +442,14 @@ REFUSED = {
     "task=skywork task.max_difficulty=17": "task.max_difficulty is 17; it must be in [0, 16]",
     "task=skywork task.difficulty_model=R1": "task.difficulty_model is 'R1'; it must be one of DeepSeek-R1-Distill-Qwen-1.5B,",
     "task=files": "task.train and task.test are null; at least one of them must be a file",
+    "+task@callbacks.evaluate.benchmarks.mine=files": "callbacks.evaluate.benchmarks.mine.train and "
+    "callbacks.evaluate.benchmarks.mine.test are null; at least one of them must be a file",
+    "task=skywork": "callbacks.evaluate.split is 'test'; task skywork has only train: callbacks.evaluate=null, "
+    "callbacks.evaluate.split=train or +task@callbacks.evaluate.benchmarks.NAME=NAME",
+    "task=math500": "task is math500, which has only test: nothing to train on",
+    "+task@callbacks.evaluate.benchmarks.aime24=aime24 callbacks.evaluate.split=train": "callbacks.evaluate.split is 'train'; "
+    "callbacks.evaluate.benchmarks.aime24 has only test: callbacks.evaluate=null, callbacks.evaluate.split=test or",
+    "reward=[overlong,fromat]": "Could not load 'reward/fromat'; nearest: 'format'; conf/reward has correctness, format",
     "task=verl_format task.train=none.parquet": "task.train is 'none.parquet'; it must be a file: .jsonl, .json, .parquet",
     "task=math500 task.bad_rows=drop": "task.bad_rows is 'drop'; it must be one of refuse, skip",
     "task=reasoning_gym task.dataset=n_queens": "task.dataset is 'n_queens', whose scorer runs what the model writes as Python",
@@ -577,3 +595,12 @@ def test_registering_twice_and_two_runs_in_one_process(cache_dir: Path, tmp_path
     assert [len(lines) for lines in rows] == [4, 4]
     assert rows[0][0] == rows[1][0]
     assert rows[0][-1] != rows[1][-1]
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    "evaluated",
+    ["callbacks.evaluate=null", "callbacks.evaluate.split=train", "+task@callbacks.evaluate.benchmarks.gsm8k=gsm8k"],
+)
+def test_each_remedy_for_a_task_without_a_test_split_is_one(evaluated: str) -> None:
+    assert parts_of("task=skywork", evaluated)["task"].splits == ("train",)

@@ -24,7 +24,8 @@ from test_configs import byte_model  # noqa: F401 - a fixture
 from tokenizers.processors import TemplateProcessing
 
 from bapo.benchmark.plan import Plan, plans
-from bapo.benchmark.run import EVALUATE, run, spelled_out
+from bapo.benchmark.run import EVALUATE, run
+from bapo.benchmark.words import check_words, spelled_out
 from bapo.cli import explain
 from bapo.contracts import EngineError
 from bapo.evaluation.folder import SAMPLES, held, read_samples, write_samples
@@ -49,6 +50,7 @@ WARM = (
 
 def composed(*overrides: str) -> Any:
     register_resolvers()
+    check_words(spelled_out(overrides))
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("evaluate", overrides=spelled_out(overrides), return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
@@ -108,18 +110,21 @@ def test_an_evaluation_leaves_its_samples_its_result_and_a_table(small, tmp_path
     prompts = {prompt.uid: prompt for prompt in task.prompts("test")}
     assert [row["reward"] for row in rows] == task.verify([prompts[r["uid"]] for r in rows], [r["response"] for r in rows])
     assert rows[0].keys() == {
-        "uid", "sample_index", "seed", "answer", "reward", "verified", "length", "finish_reason", "response",
+        "uid", "sample_index", "seed", "answer", "reward", "verified", "length", "finish_reason", "response", "prompt",
+        "gold",
     }  # fmt: skip
+    assert [(row["prompt"], row["gold"]) for row in rows] == [(prompts[r["uid"]].text, prompts[r["uid"]].answer) for r in rows]
     assert 0 < values(result)["avg@4"] == sum(row["reward"] for row in rows) / 128 < 1
     assert result["settings"].items() >= {
         "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 10, "samples": 4, "seed": 0, "problems": 32,
-        "split": "test", "engine": "HFRollouts", "dtype": "float32",
+        "split": "test", "engine": {"_target_": "bapo.rollouts.hf.HFRollouts"}, "dtype": "float32",
     }.items()  # fmt: skip
     assert result["metrics"].keys() == {
-        "avg@4", "pass@1", "pass@2", "pass@4", "maj@4", "response_length_mean", "truncated_frac", "unverified_frac",
+        "avg@4", "pass@1", "pass@2", "pass@4", "maj@4", "response_length_mean", "truncated_frac", "no_answer_frac",
+        "unverified_frac",
     }  # fmt: skip
     assert result["metrics"]["avg@4"].keys() == {"value", "stderr", "low", "high"}
-    assert (result["policy"]["name"], result["policy"]["step"], result["missing_samples"]) == ("embedded", None, 0)
+    assert (result["policy"]["name"], result["policy"]["step"], result["missing_samples"]) == ("tiny_qwen3", None, 0)
     assert result["packages"]["torch"]
     (row,) = csv.DictReader((folder / "result.csv").open())
     assert float(row["avg@4_high"]) == result["metrics"]["avg@4"]["high"]
@@ -419,6 +424,9 @@ REFUSED = {
     "benchmark=gsm8k": "policy.path is null; this benchmark has no demonstrations to make a policy of",
     "policy=./no_such": "policy.path is './no_such'; it must be a model folder (config.json), a run folder, a ",
     "policy=no-such-owner/no-such-model": "policy.path is 'no-such-owner/no-such-model'; no model could be loaded from it: ",
+    "policy=hub": "policy is 'hub', which names no model; here it is policy=PATH_OR_HUB_ID itself",
+    "task=files": "task=files is of train.py; what is evaluated here is a benchmark, whose keys are the task's: ",
+    "task.digits=3": "the task's: benchmark=NAME benchmark.NAME.KEY=...",
     "revision=abc": "policy.revision is 'abc'; it goes with a hub id, and policy.path is null",
     "rollout=vllm rollout.engine.lora_sync=native": "rollout.engine.lora_sync is 'native'; whole models are evaluated: merged",
 }
@@ -451,6 +459,54 @@ def test_folders_that_are_no_whole_policy_are_refused(small, trained, tmp_path) 
         planned(*small[-3:], f"policy={tmp_path / 'new'}")
     with pytest.raises(ValueError, match=r"policy.revision is 'abc'; it goes with a hub id, and policy.path is"):
         planned(*small[-3:], f"policy={trained}", "revision=abc")
+
+
+def test_a_policy_that_is_made_here_is_meant_by_its_name(small, cache_dir) -> None:
+    model = [one for one in small if ".model." in one]
+    (plan,) = planned(*TASK, *model, *small[-3:], "policy=tiny_untrained")
+    assert plan.source.name == plan.source.path == plan.folder.parent.name == "tiny_untrained"
+    assert Path(plan.source.like).name.startswith("untrained_")
+    assert planned(*small)[0].source.name == "tiny_qwen3"
+    assert spelled_out(["policy=smollm2", "policy=./smollm2"]) == ["policy@embedded=smollm2", "policy.path=./smollm2"]
+    check_words(["+task@benchmark.parity=parity"])
+
+
+def test_a_text_that_a_policy_cannot_read_is_refused(small, model_folder, monkeypatch) -> None:
+    forbid_loading(monkeypatch)
+    message = r"policy '.*', benchmark arithmetic: character ' ' has no token, in prompt 'arithmetic/test/0'; choose a policy"
+    with pytest.raises(ValueError, match=message):
+        planned(*small[-3:], f"policy={model_folder}", "benchmark=arithmetic")
+
+
+def test_what_a_task_says_of_its_keys_is_said_of_the_benchmarks(small, model_folder, monkeypatch, tmp_path) -> None:
+    def refuse(self, *_):
+        raise ValueError("prompt 'a': task.path is 'x'; see bapo.task.y")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DigitOps, "prompts", refuse)
+        with pytest.raises(ValueError, match=r"^prompt 'a': benchmark.digit_ops.path is 'x'; see bapo.task.y$"):
+            planned(*small, f"policy={model_folder}")
+    monkeypatch.setattr(DigitOps, "verify", refuse)
+    with pytest.raises(ValueError, match=r"^prompt 'a': benchmark.digit_ops.path is 'x'"):
+        run(composed(*small))
+
+
+def test_few_tokens_are_warned_of_before_anything_is_drawn(small, model_folder, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("bapo.benchmark.run._finish", lambda *_: None)
+    run(composed(*small))
+    assert "longer responses are cut" not in caplog.text
+    run(composed(*small, f"policy={model_folder}"))
+    assert "digit_ops: sampling.max_tokens is 10: longer responses are cut" in caplog.text
+
+
+def test_a_trained_policy_is_said_to_be_kept_once_and_as_what_it_is(small, trained, tmp_path, caplog) -> None:
+    mine = (f"cache_dir={tmp_path / 'cache'}", *small[-2:], f"policy={trained}", "max_problems=2")
+    run(composed(*mine))
+    caplog.clear()
+    with caplog.at_level("INFO", "bapo"):
+        run(composed(*mine, "seed=1"))
+    (said,) = [message for message in caplog.messages if "warm_start/trained_" in message]
+    assert said.startswith("trained policy: cached in ")
 
 
 def test_problems_that_cannot_be_drawn_are_refused(small, monkeypatch) -> None:
@@ -556,6 +612,29 @@ def test_vllm_draws_an_evaluation(small, tmp_path) -> None:
     fast = (*small, "protocol=greedy", "sampling.max_tokens=10")
     (here,) = run(composed(*fast))
     (there,) = run(composed(*fast, "rollout=vllm", "rollout.engine.enforce_eager=true"))
-    assert there["settings"]["engine"] == "VLLMRollouts"
+    assert there["settings"]["engine"]["_target_"] == "bapo.rollouts.vllm.VLLMRollouts"
     assert values(there) == values(here)  # greedy, in float32: the same responses
-    assert len(list((tmp_path / "eval" / "embedded").iterdir())) == 2
+    assert len(list((tmp_path / "eval" / "tiny_qwen3").iterdir())) == 2
+
+
+def test_whatever_of_the_engine_may_change_a_number_makes_another_evaluation(small: tuple[str, ...]) -> None:
+    def folder(*overrides: str) -> Path:
+        return planned(*small, *overrides)[0].folder
+
+    assert folder("rollout.engine.batch_size=7") == folder()
+    assert folder("policy.dtype=bfloat16") != folder()
+
+
+def test_engine_options_are_part_of_what_is_evaluated(small: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bapo.rollouts.vllm.VLLMRollouts.require_vllm", lambda self: None)
+    vllm = (*small, "rollout=vllm")
+    changes = (
+        (),
+        ("+rollout.engine.engine_args.quantization=fp8",),
+        ("+rollout.engine.engine_args.kv_cache_dtype=fp8",),
+        ("rollout.engine.dtype=float32",),
+        ("rollout.engine.dtype=float32", "policy.dtype=bfloat16"),
+        ("rollout.engine.max_model_len=64",),
+    )
+    assert len({planned(*vllm, *change)[0].folder for change in changes}) == len(changes)
+    assert planned(*vllm, "rollout.engine.timeout_s=9")[0].folder == planned(*vllm)[0].folder

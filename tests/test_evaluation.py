@@ -149,7 +149,7 @@ def test_metrics_by_hand() -> None:
     ]
     found = metrics(rows, 2, [1])
     values = {"avg@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "maj@2": 0.25, "response_length_mean": 3.0}
-    values |= {"truncated_frac": 0.25, "unverified_frac": 0.25}
+    values |= {"truncated_frac": 0.25, "no_answer_frac": 0.5, "unverified_frac": 0.25}
     assert {name: one.value for name, one in found.items()} == values
     assert found["avg@2"].stderr == 0.25  # of 0.5 and 0
     assert metrics([scored("a", 0, "7", 0.5)], 1)["pass@1"].value == 0.0  # a part of a point is not right
@@ -212,7 +212,7 @@ def test_avg_at_k_is_the_mean_over_every_problem_and_sample(tokenizer) -> None:
     found = evaluate(engine, task, tokenizer, task.prompts("test"), SamplingParams(max_tokens=4), samples=4, seed=1)
     # Right are 0, 1, 2, 3 of 4; the answers of problem 2 tie.
     expected = {"avg@4": 6 / 16, "pass@4": 3 / 4, "maj@4": 1.5 / 4, "response_length_mean": (6 * 2 + 10 * 3) / 16}
-    expected |= {"truncated_frac": 0.0, "unverified_frac": 0.0, "avg@4_stderr": (5 / 3) ** 0.5 / 4 / 2}
+    expected |= {"truncated_frac": 0.0, "no_answer_frac": 0.0, "unverified_frac": 0.0, "avg@4_stderr": (5 / 3) ** 0.5 / 4 / 2}
     assert found == pytest.approx(expected)
     assert len({(r.uid, r.sample_index) for r in engine.requests}) == 16
     assert {r.seed for r in engine.requests} == {derive_seed(1, "eval", f"test/{i}", s) for i in range(4) for s in range(4)}
@@ -231,7 +231,7 @@ def test_the_tasks_own_answer_votes_and_what_could_not_be_verified_counts_apart(
     task = Spelled(3)
     found = evaluate(scripted(tokenizer), task, tokenizer, task.rows, SamplingParams(max_tokens=4), samples=3, seed=1)
     assert found["maj@3"] == pytest.approx(2 / 3)  # a single vote wins where the others give no answer
-    assert found["unverified_frac"] == pytest.approx(6 / 9)
+    assert found["unverified_frac"] == found["no_answer_frac"] == pytest.approx(6 / 9)
 
 
 def test_lost_responses_are_refused(tokenizer) -> None:
@@ -330,11 +330,17 @@ def test_other_tasks_than_the_one_trained_on_are_evaluated(cache_dir, tmp_path) 
 
 def test_a_benchmark_is_checked_before_anything_is_drawn(tokenizer, model_folder) -> None:
     checked = []
-    collector = SimpleNamespace(task=Counting(3), check=lambda *arguments: checked.append(arguments))
+    collector = SimpleNamespace(task=Counting(3), check=lambda *arguments: checked.append(arguments), tokenizer=tokenizer)
+    collector.options = SimpleNamespace(prompt=PLAIN)
     trainer = SimpleNamespace(datamodule=SimpleNamespace(collector=collector))
     sampling, two = SamplingParams(max_tokens=4), Counting(2)
     Evaluate(sampling, benchmarks={"two": two, "none": None}).on_fit_start(trainer, None)
     assert checked == [("test", two.rows, sampling, "callbacks.evaluate.sampling", two)]
+    two.rows[1] = Prompt("odd", "a1?", "1")
+    with pytest.raises(
+        ValueError, match=r"callbacks.evaluate, two: the tokenizer of .*: character '\?' has no token, in prompt 'odd'"
+    ):
+        Evaluate(sampling, benchmarks={"two": two}).on_fit_start(trainer, None)
 
 
 # Side by side.
@@ -355,55 +361,78 @@ def keep_result(folder, policy: str, benchmark: str, value: float, **settings) -
     (folder / "result.json").write_text(json.dumps(facts))
 
 
-def test_a_row_per_policy_and_a_column_per_metric_of_a_benchmark(tmp_path, capsys) -> None:
+def test_a_table_per_benchmark_and_a_row_per_evaluation(tmp_path, capsys) -> None:
     keep_result(tmp_path / "eval/base/aime-1", "base", "aime", 0.25)
     keep_result(tmp_path / "eval/base/math-1", "base", "math", 0.5)
     keep_result(tmp_path / "eval/trained/aime-2", "trained", "aime", 0.375)
-    compare([str(tmp_path / "eval" / "base"), str(tmp_path / "eval/trained/aime-2"), "--csv", str(tmp_path / "table.csv")])
+    compare([str(tmp_path / "eval"), str(tmp_path / "eval/trained/aime-2"), "--csv", str(tmp_path / "table.csv")])
     out, err = capsys.readouterr()
     assert err == ""
+    head = "| run | folder | problems | sampling | avg@16 | length |\n| --- | --- | --- | --- | --- | --- |\n"
+    drawn = "30 | 16 at T 0.6, top_p 0.95, 100 tokens"
     assert out == (
-        "| run | aime avg@16 | aime response_length_mean | math avg@16 | math response_length_mean |\n"
-        "| --- | --- | --- | --- | --- |\n"
-        "| base | 0.250 ± 0.050 | 12.2 | 0.500 ± 0.050 | 12.2 |\n"
-        "| trained @ 40 | 0.375 ± 0.050 | 12.2 |  |  |\n"
+        f"## aime\n\n{head}"
+        f"| base | 1 | {drawn} | 0.250 ± 0.050 | 12.2 |\n"
+        f"| trained @ 40 | 2 | {drawn} | 0.375 ± 0.050 | 12.2 |\n"
+        f"\n## math\n\n{head}"
+        f"| base | 1 | {drawn} | 0.500 ± 0.050 | 12.2 |\n"
     )
-    first, second = csv.DictReader((tmp_path / "table.csv").open())
-    assert (first["math/avg@16"], first["math/avg@16_stderr"], second["aime/avg@16"]) == ("0.5", "0.05", "0.375")
-    assert second["math/avg@16"] == first["aime/response_length_mean_stderr"] == ""
+    rows = list(csv.DictReader((tmp_path / "table.csv").open()))
+    assert [(row["benchmark"], row["run"], row["avg@16"]) for row in rows] == [
+        ("aime", "base", "0.25"), ("aime", "trained @ 40", "0.375"), ("math", "base", "0.5"),
+    ]  # fmt: skip
+    assert (rows[0]["avg@16_stderr"], rows[0]["response_length_mean_stderr"], rows[0]["max_tokens"]) == ("0.05", "", "100")
 
 
 def test_numbers_that_are_not_comparable_are_warned_of(tmp_path, capsys) -> None:
-    keep_result(tmp_path / "a", "base", "aime", 0.25)
-    keep_result(tmp_path / "b", "base", "aime", 0.25, max_tokens=50, data_hash="e")  # the same policy: another row
-    keep_result(tmp_path / "c", "base", "math", 0.25, temperature=1.0)
+    keep_result(tmp_path / "aime-a", "base", "aime", 0.25)
+    keep_result(tmp_path / "aime-b", "base", "aime", 0.25, max_tokens=50, data_hash="e")  # the same policy: another row
+    keep_result(tmp_path / "aime-c", "base", "aime", 0.25, max_tokens=50)
+    keep_result(tmp_path / "math-a", "base", "math", 0.25, temperature=1.0)
     compare([str(tmp_path)])
     out, err = capsys.readouterr()
-    assert [line.split(" | ")[0] for line in out.splitlines()[2:]] == ["| base (1)", "| base (2)"]
+    told = [line.split(" | ")[1:4] for line in out.splitlines() if line.startswith("| base")]
+    assert told[:2] == [["a", "30", "16 at T 0.6, top_p 0.95, 100 tokens"], ["b", "30", "16 at T 0.6, top_p 0.95, 50 tokens"]]
     assert err.splitlines() == [
-        "warning: aime: max_tokens differs: 100 in base (1), 50 in base (2)",
-        "warning: aime: data_hash differs: d in base (1), e in base (2)",
+        "warning: aime: max_tokens differs: 100 in base (a); 50 in base (b), base (c)",
+        "warning: aime: data_hash differs: d in base (a), base (c); e in base (b)",
     ]
 
 
 def test_a_training_run_is_compared_by_its_last_scores(cache_dir, tmp_path, capsys) -> None:
-    run = tmp_path / "run"
+    run = tmp_path / "runs" / "one"
     last = run_experiment(run, *SMALL, f"policy.warm_start.cache_dir={cache_dir}", "trainer.max_rounds=1")
-    keep_result(tmp_path / "other", "base", "test", 0.25)
+    (tmp_path / "runs" / "sft").mkdir()
+    (tmp_path / "runs" / "sft" / "config.yaml").write_text("name: sft\n")
+    (tmp_path / "runs" / "sft" / "metrics.csv").write_text("trainer/global_step,sft/loss\n1,2.0\n")
+    task = {"_target_": "bapo.tasks.digit_ops.DigitOps", "seed": 0, "digits": 3}
+    keep_result(tmp_path / "other" / "digit_ops-1", "base", "digit_ops", 0.25, task=task)
     capsys.readouterr()
-    compare([str(run), str(tmp_path / "other")])
+    compare([str(tmp_path / "runs"), str(tmp_path / "other")])
     out, err = capsys.readouterr()
     shown = f"{last['eval/test/avg@1']:.3f} ± {last['eval/test/avg@1_stderr']:.3f}"
-    assert out.splitlines()[2].startswith(f"| smoke/run @ 4 | {shown} |")
-    assert "warning: test: temperature differs: 0.0 in smoke/run @ 4, 0.6 in base" in err
-    assert "hash" not in err  # unknown of a run
-    for folder, message in (
-        (tmp_path / "none", "there is no result.json in or below it"),
-        (tmp_path / "bad", "it lacks 'policy'"),
+    assert out.splitlines()[0] == "## digit_ops"
+    assert out.splitlines()[4].startswith(f"| smoke @ 4 | one | 8 | 1 at T 0, top_p 1, 10 tokens | {shown} |")
+    assert out.splitlines()[5].startswith("| base | 1 | 30 | ")
+    assert out.count("##") == 1
+    assert "warning: digit_ops: temperature differs: 0.0 in smoke @ 4 (one); 0.6 in base (1)\n" in err
+    assert "warning: digit_ops: problems differs: 8 in smoke @ 4 (one); 30 in base (1)\n" in err
+    assert "warning: digit_ops: task.digits differs: 2 in smoke @ 4 (one); 3 in base (1)\n" in err  # its data have no digest
+    assert "task.seed" not in err
+    assert err.startswith(f"warning: left out: {tmp_path / 'runs' / 'sft'}: it was never evaluated")
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path, capsys) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "result.json").write_text("{}")
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "config.yaml").write_text("name: sft\n")
+    (tmp_path / "sft" / "metrics.csv").write_text("trainer/global_step,sft/loss\n1,2.0\n")
+    for name, message in (
+        ("none", "there is neither a result.json nor a run in or below it"),
+        ("bad", "it lacks 'policy'"),
+        ("sft", "it was never evaluated"),
     ):
-        if folder.name == "bad":
-            folder.mkdir()
-            (folder / "result.json").write_text("{}")
         with pytest.raises(SystemExit):
-            compare([str(folder)])
+            compare([str(tmp_path / name)])
         assert message in capsys.readouterr().err

@@ -51,6 +51,7 @@ ROWS["replay"] = {*CORE, "records", "analysis", "run_folder", "config_check", "c
 ROWS["run"] = set(ROWS) - {"cli", "export", "replay"}
 ROWS["sft"] = CORE | {"job", "options", "run_folder", "config_check", "export"}
 ROWS["benchmark"] = CORE | {"evaluation", "job", "options", "run_folder", "process", "config_check", "export", "warm_start"}
+ROWS["benchmark"] |= {"cli"}
 
 # The mathematics stands on torch alone, so that it can be read, tested and reused without a trainer.
 THIRD_PARTY: dict[str, set[str]] = {

@@ -110,6 +110,21 @@ def toy_fit(
     return display
 
 
+def test_a_line_has_the_held_out_loss_only_where_it_was_looked_at_since_the_last_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    display = ProgressDisplay(False, Clock())
+    display._pace = Pace(Clock(), 4, 1, 0.0, unit="epoch")
+    display._numbers = shown({"sft/loss": 1.0, "sft/test_loss": 2.0})
+    for looked in (True, False):
+        display._evaluated, display._since_report = looked, 1
+        display._report()
+    first, second = capsys.readouterr().out.splitlines()
+    assert "loss 1.000  held-out loss 2.000" in first
+    assert "loss 1.000" in second
+    assert "held-out" not in second
+
+
 # Elapsed: refill 10 + evaluation 5, then per round its updates x 2 s + evaluation 5, the next refill coming after the line.
 # ETA: updates to come x 2 s + rounds to come x (elapsed - updates x 2 s) / rounds begun.
 LINES = """\

@@ -185,7 +185,7 @@ def test_what_the_package_refuses_is_said() -> None:
     for fields, message in (
         (
             {"dataset": "chain_sm"},
-            "task.dataset is 'chain_sm' with task.config {}: ValueError: Dataset 'chain_sm' not registered",
+            "task.dataset is 'chain_sm' with task.config {}: reasoning_gym has no data set of that name; nearest: chain_sum",
         ),
         ({"config": {"max_trms": 3}}, "task.config {'max_trms': 3}: TypeError: .*unexpected keyword argument 'max_trms'"),
         ({"config": {"max_terms": 1}}, "AssertionError: max_terms must be >= min_terms"),

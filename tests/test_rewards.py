@@ -4,7 +4,8 @@ import pytest
 from conftest import SMALL, run_experiment
 
 from bapo.rewards import Format, Overlong
-from bapo.types import Rollout
+from bapo.rollouts.draw import judge
+from bapo.types import Prompt, Rollout
 
 
 def response(length: int) -> Rollout:
@@ -52,3 +53,23 @@ def test_a_run_with_two_terms_logs_each_and_trains_on_their_sum(cache_dir, tmp_p
     assert parts[1] < 0 < parts[2] <= 0.5
     assert row["rollout/reward_mean"] == pytest.approx(sum(parts), abs=1e-6)
     assert row["eval/test/avg@1"] * 8 % 1 == 0  # correctness alone
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "1"])
+def test_a_term_that_is_no_finite_number_is_named(value):
+    class One:
+        def verify(self, prompts, responses):
+            return [1.0] * len(responses)
+
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens):
+            return "x"
+
+    with pytest.raises(ValueError, match=r"reward.odd gives .* for a response to 'p'; it must be a finite number"):
+        judge(One(), Tokenizer(), [(Prompt("p", "q", "a"), response(1))], {"odd": lambda rollout, text: value})
+
+
+def test_a_term_cannot_take_the_name_of_the_tasks_own_reward(cache_dir, tmp_path):
+    term = ("+reward.correctness._target_=bapo.rewards.Format", "+reward.correctness.pattern=x")
+    with pytest.raises(ValueError, match=r"reward.correctness is the task's own reward"):
+        run_experiment(tmp_path, *SMALL, f"policy.warm_start.cache_dir={cache_dir}", *term)

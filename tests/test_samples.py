@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,9 @@ from test_loggers import wandb_records
 
 from bapo.analysis.samples import choose, main, read_samples, shorten
 from bapo.callbacks.samples import Samples, keep_before
+from bapo.evaluation.folder import add_samples
+from bapo.evaluation.folder import read_samples as kept_samples
+from bapo.evaluation.scoring import Scored
 from bapo.module import BapoModule
 from bapo.rollouts.schedule import Schedule
 
@@ -104,7 +109,7 @@ def small(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 def test_a_run_stopped_and_resumed_leaves_the_file_of_one_that_was_not(small, tmp_path, monkeypatch) -> None:
     run_experiment(tmp_path / "whole", *small)
     whole = (tmp_path / "whole" / "samples.jsonl").read_bytes()
-    assert [row["round"] for row in map(json.loads, whole.splitlines())] == [0] * 4 + [1] * 4 + [2] * 4
+    assert [row["round"] for row in map(json.loads, whole.splitlines())] == [0] * 8 + [1] * 8 + [2] * 8
     plain = BapoModule.log_row
     for update in (4, 7):  # at the end of a round, inside an epoch
 
@@ -200,7 +205,7 @@ def test_long_texts_lose_their_middle_and_texts_are_shown_as_they_are(folder: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--round", "7"], "--round is 7; there are samples of the rounds 0 to 2 (3 in all)"),
+        (["--round", "7"], "--round is 7; there are samples of 3 rounds, from 0 to 2"),
         (["--n", "0"], "--n is 0; it must be >= 1"),
         (["--last", "--round", "1"], "not allowed with argument"),
     ],
@@ -222,8 +227,48 @@ def test_a_folder_without_samples_is_named(folder: Path, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"samples.jsonl is damaged"):
         read_samples(folder)
     (folder / "samples.jsonl").unlink()
-    with pytest.raises(ValueError, match="it is no run folder"):
+    with pytest.raises(ValueError, match="it is no folder of a run or an evaluation"):
         read_samples(folder)
     (folder / "config.yaml").touch()
     with pytest.raises(ValueError, match=r"callbacks\.samples was null, or the run has made no update yet"):
         read_samples(folder)
+
+
+def test_an_evaluation_is_read_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        Scored("t/0", 0, 5, "21", 1.0, True, 3, "stop", "it is 21", "b12=", "21"),
+        Scored("t/0", 1, 6, None, 0.0, False, 4, "length", "it is", "b12=", "21"),
+    ]
+    add_samples(tmp_path, rows)
+    main([str(tmp_path), "--wrong"])
+    out = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert out == [
+        "t/0 #1", "reward 0  4 tokens, length  could not be verified", "prompt", "b12=", "answer", "21", "given", "(no answer)",
+        "response", "it is",
+    ]  # fmt: skip
+    for arguments in (["--last"], ["--round", "1"]):
+        with pytest.raises(SystemExit):
+            main([str(tmp_path), *arguments])
+        assert "these are the samples of an evaluation, which has no rounds" in capsys.readouterr().err
+
+
+def test_an_evaluation_of_before_has_neither_prompt_nor_gold_and_is_read(tmp_path: Path, capsys) -> None:
+    row = vars(Scored("t/0", 0, 5, "21", 1.0, True, 3, "stop", "it is 21"))
+    old = {name: value for name, value in row.items() if name not in ("prompt", "gold")}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(old) + "\n")
+    main([str(tmp_path)])
+    out = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert out == ["t/0 #0", "reward 1  3 tokens, stop", "given", "21", "response", "it is 21"]
+    assert kept_samples(tmp_path, 1) == [Scored(**row)]
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    row = {"round": 0, "global_step": 0, **sample(0, 0, response="x" * 4000)}
+    (tmp_path / "samples.jsonl").write_text((json.dumps(row) + "\n") * 200)
+    command = [sys.executable, "-m", "bapo.analysis.samples", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None  # noqa: PT018 - for the type checker
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == -signal.SIGPIPE

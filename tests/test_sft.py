@@ -598,3 +598,12 @@ def test_every_command_of_the_page_builds(command: str, byte_model: Path, finish
         return
     cfg = composed(*arguments) if script == "sft.py" else configs.composed(*arguments)
     build(configs.without_hydra(cfg), {"sft.py": SFT, "train.py": TRAIN}[script])
+
+
+def test_few_held_out_rows_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [Row(torch.arange(3, dtype=torch.int32), 1)] * 800
+    split(rows, 0.02)
+    split(rows, 0)
+    assert caplog.messages == []
+    split(rows[:50], 0.02)
+    assert caplog.messages == ["sft.test_share is 0.02, 1 of 50 demonstrations: their loss says little"]

@@ -38,7 +38,11 @@ def rewards(task: Problems, gold: str, *responses: str) -> list[float | None]:
         (r"\boxed{ $72. }", 1.0),
         (r"\boxed{\$72.00}", 1.0),
         (r"\boxed{72.5}", 0.0),
-        (r"\boxed{7 2}", 1.0),
+        (r"\boxed{7 2}", 0.0),  # two numbers
+        (r"\boxed{7, 2}", 0.0),
+        (r"\boxed{7,2}", 0.0),
+        (r"\boxed{7$2}", 0.0),
+        (r"\boxed{$ 72 $}", 1.0),
         (r"\boxed{{72}}", 0.0),  # what is in the box is no number
         (r"\boxed{\text{72}}", 0.0),
         (r"\boxed{48+24}", 0.0),  # mode math would let it pass
@@ -93,6 +97,24 @@ def test_mathematical_answers_are_compared_by_value(task: Problems) -> None:
     assert task.answer("0.5") is None
 
 
+def test_votes_for_one_answer_are_counted_together() -> None:
+    said = [
+        [math500().answer(rf"\boxed{{{box}}}") for box in boxes]
+        for boxes in (
+            ("28", r"28\%", r"28 \text{ percent}", "028.0"),
+            ("5", r"5\text{ cm}", "x=5", r"x = 5\text{ apples}", r"\$5", "5."),
+            ("1,2", "2, 1", r"\{2,1\}", r"x=1\text{ or }x=2", "x=2, x=1"),
+            ("(2,1)", r"\left( 2, 1 \right)", "y=1, x=2"),
+            ("1,000", "1000"),
+            ("ABC", "A B C", r"\text{ABC}"),
+            (r"2 \sqrt{3}", r"2\sqrt{3}", r"2\sqrt3"),
+        )
+    ]
+    assert [set(votes) for votes in said] == [{"28"}, {"5"}, {"1,2"}, {"(2,1)"}, {"1000"}, {"abc"}, {r"2\sqrt{3}"}]
+    apart = ("5", "-5", "5_6", r"5\text{ hundred}", "5 halves", "1,2", "(1,2)", "[1,2]", "x+1", "1/5", "5,5", "x>5", "BAC")
+    assert len({math500().answer(rf"\boxed{{{box}}}") for box in apart}) == len(apart)
+
+
 def test_modes_of_files(tmp_path: Path) -> None:
     path = str(jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": "1"}]))
     for mode, expected in (("math", [1.0, 1.0]), ("exact", [1.0, 0.0]), ("integer", [1.0, 0.0])):
@@ -102,12 +124,44 @@ def test_modes_of_files(tmp_path: Path) -> None:
     assert said == ["Ab", None]
 
 
+@pytest.mark.parametrize("task", [files, verl_format], ids=["files", "verl_format"])
+def test_answers_after_hashes_are_judged_in_the_same_modes(task: Any, tmp_path: Path) -> None:
+    path = str(jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": "1"}]))
+    for mode, expected in (("math", [1.0, 1.0, 0.0]), ("exact", [1.0, 0.0, 0.0]), ("integer", [1.0, 0.0, 0.0])):
+        made = task(train=path, mode=mode, answer_in="hashes")
+        assert rewards(made, "5", "so\n#### 5", "#### 5.0", r"\boxed{5}") == expected
+        assert made.answer("#### 1\n#### 5\nbye") == "5"
+        assert made.answer(r"\boxed{5}") is None
+    with pytest.raises(ValueError, match=r"task\.answer_in is 'tag'; it must be one of box, hashes"):
+        task(train=path, answer_in="tag")
+
+
+def test_files_ask_for_the_answer_where_it_is_looked_for(tmp_path: Path) -> None:
+    path = str(jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": "1"}]))
+    asked = {answer_in: files(train=path, answer_in=answer_in).prompts("train")[0].text for answer_in in ("box", "hashes")}  # type: ignore[arg-type]
+    assert "\\boxed{}" in asked["box"]
+    assert '"####"' in asked["hashes"]
+    assert "boxed" not in asked["hashes"]
+    assert files(train=path, answer_in="hashes", instruction=" Go.").prompts("train")[0].text == "q Go."
+
+
+def test_many_responses_without_one_answer_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    for task in (gsm8k(), math500()):
+        caplog.clear()
+        rewards(task, "5", *["#### 5"] * 63)
+        rewards(task, "5", *["#### 5"] * 63, r"\boxed{6}")
+        assert caplog.messages == []
+        for _ in range(2):
+            rewards(task, "5", *["#### 5"] * 64)
+        (said,) = caplog.messages
+        assert said.startswith(f"task {task.name}: not one of 64 responses has an answer in a \\boxed{{...}}")
+
+
 def test_what_could_not_be_verified_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rewards(math500(), "5", r"\boxed{" + "1+" * 600 + "1}", r"\boxed{5}") == [None, 1.0]  # more than 1000 characters
     outcomes = ("unverified", "right", "wrong", "no_answer")
-    monkeypatch.setattr(
-        "bapo.tasks.problems.verify_answers", lambda responses, golds, mode: [Verdict(outcome, "") for outcome in outcomes]
-    )
+    verdicts = [Verdict(outcome, "") for outcome in outcomes]
+    monkeypatch.setattr("bapo.tasks.problems.verify_answers", lambda responses, golds, mode, answer_in: verdicts)
     assert Boxed("math").rewards([""] * 4, ["1"] * 4) == [None, 1.0, 0.0, 0.0]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -320,3 +322,42 @@ def test_the_hub_has_what_conf_names(name: str) -> None:
     split = "train" if name == "skywork" else "test"
     expected = {"gsm8k": 1319, "math500": 500, "aime24": 30, "aime25": 30}
     assert expected.get(name, 1) <= len(task.prompts(split))
+
+
+def test_the_example_of_the_page_is_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hydra.utils import instantiate
+
+    page = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Parity" in block]
+    (tmp_path / "parity_of_the_page.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = instantiate({"_target_": "parity_of_the_page.Parity", "test_size": 3, "train_size": 2})
+    assert [(p.uid, p.answer) for p in task.prompts("test")] == [("parity/0", "yes"), ("parity/1", "no"), ("parity/2", "yes")]
+    assert [p.uid for p in task.prompts("train")] == ["parity/3", "parity/4"]
+    assert task.verify(task.prompts("test"), [" Yes\n", "yes", ""]) == [1.0, 0.0, 0.0]
+    assert [task.answer(said) for said in (" No ", " ")] == ["no", None]
+
+
+def test_a_file_that_was_changed_is_read_again_whatever_its_time_says(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for gold in ("12", "21"):
+        path.write_text(json.dumps({"question": "q", "answer": gold}) + "\n")
+        os.utime(path, (10**9, 10**9))
+        assert [p.answer for p in files(train=str(path)).prompts("train")] == [gold]
+
+
+def test_a_missing_part_of_a_split_is_noticed(tmp_path: Path) -> None:
+    parquet(tmp_path / "test-00000-of-00002.parquet", task_files.MATH500)
+    with pytest.raises(ValueError, match=r"it must have 2 files like test-00000-of-00002.parquet; it has 1"):
+        math500(path=str(tmp_path)).prompts("test")
+    parquet(tmp_path / "test-00001-of-00002.parquet", task_files.MATH500)
+    assert len(math500(path=str(tmp_path)).prompts("test")) == 4
+
+
+def test_a_number_that_cannot_be_read_exactly_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "q", "answer": 123456789012345678901234567890}\n')
+    with pytest.raises(ValueError, match=r"too large a number to be read exactly"):
+        files(train=str(path)).prompts("train")
+    path.write_text('{"question": "q", "answer": 9007199254740993}\n{"question": "q", "answer": 7}\n')
+    assert [p.answer for p in files(train=str(path)).prompts("train")] == ["9007199254740993", "7"]

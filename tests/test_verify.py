@@ -20,7 +20,7 @@ import pytest
 from conftest import REPOSITORY
 
 from bapo.tasks import verify, verify_pool
-from bapo.tasks.answers import last_box
+from bapo.tasks.answers import after_hashes, last_box
 from bapo.tasks.equivalence import rational, tidy
 from bapo.tasks.units import split_unit
 from bapo.tasks.verify import Verdict, check_gold, check_golds, close_workers, verify_answers
@@ -129,11 +129,29 @@ def test_an_answer_is_always_its_own_gold() -> None:
 
 
 def test_gold_and_answer_are_not_to_be_swapped() -> None:
-    swapped = outcomes([(row["answer"], row["gold"]) for row in ROWS])
+    no_golds = check_golds([row["answer"] for row in ROWS])
+    rows = [row for index, row in enumerate(ROWS) if index not in no_golds]
+    swapped = outcomes([(row["answer"], row["gold"]) for row in rows])
     other = [
-        (row["gold"], row["answer"]) for row, found in zip(ROWS, swapped, strict=True) if (found == "right") != row["same"]
+        (row["gold"], row["answer"]) for row, found in zip(rows, swapped, strict=True) if (found == "right") != row["same"]
     ]
-    assert other == [(r"0.5\%", "0.5"), ("0.5", r"0.5\%"), ("4", "2+2=4"), ("x=1, y=2", "2,1")]
+    assert other == [
+        (r"\frac{3}{56}", r"\frac{3}{56}\approx 7"),  # what a gold is rounded to is not looked at
+        (r"\sqrt{2}", r"\sqrt{2}\approx 1.5"),
+        ("5", r"5 \approx 6"),
+        ("5", "5,5"),
+        (r"0.5\%", "0.5"),
+        ("0.5", r"0.5\%"),
+        ("5", r"5\text{ big red apples}"),
+        (r"5\text{ red apples}", "5"),
+        ("1011_2", "1011"),
+        ("5", "5_6"),
+        ("4", "2+2=4"),
+        ("x=1, y=2", "2,1"),
+        ("ABC", r"C\cdot B\cdot A"),
+        ("ABC", "CBA=ABC"),  # of a gold it is a name
+    ]
+    assert [ROWS[index]["answer"] for index in no_golds] == ["0.333...", "2 0 4", "2$0$4", "3'", "5_x"]
 
 
 def test_math_verify_alone_says_what_the_page_says_of_it() -> None:
@@ -171,6 +189,10 @@ def test_modes_agree_on_whole_numbers() -> None:
         ("25", r"\frac{50}{2}", "wrong"),
         ("25", r"25^\circ", "wrong"),
         ("25", "２５", "wrong"),
+        ("204", "2 0 4", "wrong"),  # numbers apart
+        ("204", "2$0$4", "wrong"),
+        ("12", "1 2", "wrong"),
+        ("12", "1,2", "wrong"),
     ],
 )
 def test_integer_mode_reads_an_answer_sheet(gold: str, answer: str, outcome: str) -> None:
@@ -184,6 +206,9 @@ def test_integer_mode_reads_an_answer_sheet(gold: str, answer: str, outcome: str
         ("ab", "$a b$", "right"),
         (r"\$5", "5", "right"),
         ("1000", "1,000", "wrong"),
+        ("12", "1 2", "wrong"),
+        ("12", "1$2", "wrong"),
+        ("1 2", "1  2", "right"),
         ("0.5", "1/2", "wrong"),
         ("Yes", "yes", "wrong"),
     ],
@@ -234,6 +259,11 @@ def test_numbers_are_read_exactly(text: str, value: str | None) -> None:
         ("2abcd", ("2abcd", None)),
         (r"2 \sin x", (r"2 \sin x", None)),
         (r"6\text{ to }7", (r"6\text{ to }7", None)),
+        (r"3\text{ hundred dollars}", (r"3\cdot 10^{2}", "dollar")),
+        (r"16\text{ years old}", ("16", "year")),
+        ("5 halves", ("5 halves", None)),
+        (r"5\text{ squared}", (r"5\text{ squared}", None)),
+        (r"5\text{ M}", (r"5\text{ M}", None)),
     ],
 )
 def test_units_are_split_off(text: str, parts: tuple[str, str | None]) -> None:
@@ -249,6 +279,8 @@ def test_units_are_split_off(text: str, parts: tuple[str, str | None]) -> None:
         (r"\frac{1}{", "math", r"frac\{1\}\{' does not parse"),
         ("2 3", "math", "does not parse"),
         ("x ==", "math", "does not parse"),
+        (r"x \ne y", "math", "does not parse"),
+        ("5_x", "math", "does not parse"),
         ("", "math", "is empty"),
         ("$ $", "exact", "is empty"),
         ("1" * 1001, "math", "has 1001 characters; 1000 is the most"),
@@ -267,7 +299,7 @@ def test_a_gold_that_nothing_compares_with_is_refused(gold: str, mode: verify.Mo
 
 
 def test_golds_are_checked_many_at_a_time() -> None:
-    golds = ["5", r"\sqrt{2}", r"\sqrt{", "odd", r"\text{June 20}", "", r"10\%"]
+    golds = ["5", r"\sqrt{2}", r"\sqrt{", "odd", r"\text{June 20}", "", r"10\%", r"x \ne 1", "CBA"]
     assert check_golds(golds) == {2: "does not parse", 5: "is empty"}
     check_gold("025", "integer")
 
@@ -523,12 +555,18 @@ def test_the_command_shows_a_verdict(capsys: pytest.CaptureFixture[str]) -> None
     assert verify.main([r"so \boxed{0.5}", r"\frac{1}{2}"]) == 0
     assert verify.main([r"so \boxed{25.0}", "025", "--mode", "integer"]) == 0
     assert verify.main(["so 5", "5"]) == 0
+    assert verify.main([r"\boxed{1,-2}", "-2,1"]) == 0  # a gold that begins with a minus is no option
+    assert verify.main([r"-\boxed{-0.5}", r"-\frac{1}{2}", "--mode=math"]) == 0
+    assert verify.main(["--mode", "integer", "--answer-in", "hashes", "--", "so #### 7", "007"]) == 0
     assert verify.main([r"\boxed{\sqrt{2}}", r"\sqrt{"]) == 2
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         "right (1): the same answer; answer 0.5",
         "wrong (0): not a whole number from 0 to 999, in digits; answer 25.0",
         r"no_answer (0): there is no complete \boxed{...}",
+        "right (1): the same answer; answer 1,-2",
+        "right (1): the same answer; answer -0.5",
+        "right (1): the same answer; answer 7",
     ]
     assert err == "error: the gold '\\\\sqrt{' does not parse\n"
 
@@ -558,3 +596,32 @@ def test_the_page_has_the_rows_of_the_fixture() -> None:
     begin, end = "<!-- rows of tests/data/equivalence.json -->\n", "\n<!-- end -->"
     table = PAGE.read_text().split(begin)[1].split(end)[0]
     assert table == policy_table(), f"put this into {PAGE.name}:\n{policy_table()}"
+
+
+def test_modes_agree_on_whole_numbers_to_999_without_leading_zeros_and_not_beyond() -> None:
+    pairs = [(str(gold), str(answer)) for gold in (0, 7, 25, 100, 999) for answer in (0, 7, 25, 52, 100, 998, 999)]
+    found = [outcomes(pairs, mode=mode) for mode in ("math", "exact", "integer")]
+    assert found[0] == found[1] == found[2] == ["right" if gold == answer else "wrong" for gold, answer in pairs]
+    assert [outcomes([("25", "025")], mode=mode) for mode in ("math", "exact", "integer")] == [["right"], ["wrong"], ["right"]]
+    assert [outcomes([("1000", "1000")], mode=mode) for mode in ("math", "exact")] == [["right"], ["right"]]
+    with pytest.raises(ValueError, match="not a whole number from 0 to 999"):
+        outcomes([("1000", "1000")], mode="integer")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("6 * 12\n#### 72", "72"),
+        ("#### 71, no\n####  72 \nthat is it", "72"),
+        ("####\n72", "72"),
+        (r"#### 72 \boxed{71}", r"72 \boxed{71}"),
+        ("72 ####", ""),
+        (r"\boxed{72}", None),
+        ("", None),
+    ],
+)
+def test_what_follows_the_last_hashes_is_the_answer_where_it_is_asked_for(text: str, answer: str | None) -> None:
+    assert after_hashes(text) == answer
+    for mode in ("math", "exact", "integer"):
+        (verdict,) = verify_answers([text], ["72"], mode, answer_in="hashes")
+        assert verdict.outcome == ("right" if answer == "72" else "wrong" if answer else "no_answer")

@@ -354,7 +354,7 @@ def test_bad_tasks_are_named(tmp_path: Path) -> None:
         tiny(tmp_path)(NoRepr())
     with pytest.raises(ValueError, match=r"character 'b' .* is not in the tokenizer's alphabet"):
         tiny(tmp_path)(Echo(alphabet="a="))
-    with pytest.raises(ValueError, match="max_position_embeddings is 4; it must be >= 5"):
+    with pytest.raises(ValueError, match=r"^policy\.warm_start\.model\.max_position_embeddings is 4; it must be >= 5"):
         tiny(tmp_path, model={**TINY, "max_position_embeddings": 4})(Echo())
 
 
@@ -420,3 +420,16 @@ def test_untrained_is_what_a_warm_start_begins_with(tmp_path: Path) -> None:
         Untrained(model={"hiden_size": 8})
     with pytest.raises(ValueError, match="task is object, which has no demonstrations"):
         made(object())
+
+
+def test_a_model_too_short_is_refused_before_all_demonstrations_are_made(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    class Slow(Echo):
+        def demonstrations(self, n: int, seed: int) -> list[tuple[str, str]]:
+            asked.append(n)
+            return super().demonstrations(n, seed)
+
+    with pytest.raises(ValueError, match=r"model\.max_position_embeddings is 4; it must be >= 5"):
+        tiny(tmp_path, model={**TINY, "max_position_embeddings": 4}, demonstrations=500)(Slow())
+    assert asked == [64]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import signal
@@ -60,7 +61,17 @@ def explain(error: Exception, overrides: Sequence[str] = (), config: str = "trai
         overlay = re.search(r"To append to your default list use (\S+)", message)
         near = overlay[1] if overlay else config_check.nearest(match[1], _known_keys(overrides, config))
         message = f"unknown key {match[1]!r}" + (f"; nearest: {near!r}" if near else "")
+    if match := re.fullmatch(r"In '[^']*': Could not load '([\w./-]+)'\.?", message):
+        message = message.rstrip(".") + _files_beside(match[1])
     return message
+
+
+def _files_beside(choice: str) -> str:
+    """For `group/file` that is not there: which files the group has, and which was meant."""
+    group, _, name = choice.rpartition("/")
+    names = sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group else []
+    near = difflib.get_close_matches(name.removesuffix(".yaml"), names, n=1)
+    return (f"; nearest: {near[0]!r}" if near else "") + (f"; conf/{group} has {', '.join(names)}" if names else "")
 
 
 def _known_keys(overrides: Sequence[str], config: str) -> set[str]:

@@ -204,14 +204,34 @@ def check_machine(parts: Mapping[str, Any]) -> None:
         raise ValueError(f"trainer.devices is {trainer.devices} with trainer.accelerator gpu; this machine has {found}")
 
 
+def _check_splits(task: Any, callbacks: Mapping[str, Any]) -> None:
+    """Whether there are prompts to train on and to evaluate, as far as tasks know their splits. Raises ValueError."""
+    add = "+task@callbacks.evaluate.benchmarks.NAME=NAME"
+    if "train" not in (has := getattr(task, "splits", ("train",))):
+        only = ", ".join(has)
+        raise ValueError(f"task is {task.name}, which has only {only}: nothing to train on; to be evaluated: {add}")
+    for callback in (c for c in callbacks.values() if hasattr(c, "benchmarks") and hasattr(c, "split")):
+        for name, asked in (callback.benchmarks or {"": task}).items():
+            if callback.split not in (has := getattr(asked, "splits", (callback.split,))):
+                where = f"callbacks.evaluate.benchmarks.{name}" if name else f"task {asked.name}"
+                other = f"callbacks.evaluate.benchmarks.{name}=null" if name else add
+                raise ValueError(
+                    f"callbacks.evaluate.split is {callback.split!r}; {where} has only {', '.join(has)}: "
+                    f"callbacks.evaluate=null, callbacks.evaluate.split={has[0]} or {other}"
+                )
+
+
 def check_sizes(parts: Mapping[str, Any]) -> None:
     """What fits together and on this machine, over the built objects of a config. Raises ValueError."""
     check_machine(parts)
+    _check_splits(parts["task"], parts["callbacks"])
     rollout, schedule = parts["rollout"], parts["schedule"]
     if parts["trainer"].max_rounds is None:
         raise ValueError("trainer.max_rounds is None; it must be >= 1")
     if not parts["explain"] and hasattr(rollout.engine, "require_vllm"):
         rollout.engine.require_vllm()
+    if "correctness" in parts["reward"]:
+        raise ValueError("reward.correctness is the task's own reward; a term beside it must have another name")
     if rollout.group_size < 2:
         raise ValueError(
             f"rollout.group_size is {rollout.group_size}; a group-relative advantage compares responses to one prompt: >= 2"

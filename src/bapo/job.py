@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-import traceback
 from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -33,7 +32,9 @@ from bapo.process import exit_on_sigterm, hush, known_to_children
 from bapo.run_folder import (
     CHILD_RUN_DIR,
     discard_unused,
+    how_to_go_on,
     is_main_process,
+    log_failure,
     newest_checkpoint,
     open_run_folder,
     plain_config,
@@ -137,12 +138,18 @@ def build(cfg: DictConfig, entry: Entry) -> dict[str, Any]:
     except Exception as error:
         if not isinstance(error.__cause__, ValueError):
             raise
-        message, at = str(error.__cause__), re.search(r"full_key: (\S+)", str(error))
-        if at and not message.startswith(at[1].split(".")[0]):
-            message = f"{at[1]}.{message}"
-        raise ValueError(message) from error
+        at = re.search(r"full_key: (\S+)", str(error))
+        raise ValueError(_placed(str(error.__cause__), at[1]) if at else str(error.__cause__)) from error
     entry.check(parts)
     return parts
+
+
+def _placed(message: str, at: str) -> str:
+    """`message` of what was built at the key `at`. A task says `task.path` of a field, wherever in a config it stands."""
+    group = at.split(".")[0]
+    if re.search(r"(?<![\w.])task[.=]", message):
+        return message if group == "task" else re.sub(r"(?<![\w.])task\.(?=\w)", f"{at}.", message)
+    return message if message.startswith(group) else f"{at}.{message}"
 
 
 def run_job(job: Job, training: Callable[[Job, ExitStack], Training]) -> dict[str, float]:
@@ -177,17 +184,12 @@ def _run_in_folder(job: Job, training: Callable[[Job, ExitStack], Training]) -> 
         # Lightning turns a second Ctrl-C into SystemExit.
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         if not interrupted:
-            log.error("%s", redact(traceback.format_exc()))
+            log_failure(error, HydraConfig.get().mode == RunMode.MULTIRUN)
         with suppress(OSError):  # a full disk must not hide what went wrong first
             status = "interrupted" if interrupted else "failed"
             write_status(folder, status, error=redact(repr(error)), seconds=round(time.time() - start, 1))
         if is_main_process():
-            what = (
-                "to go on from the last checkpoint"
-                if newest_checkpoint(folder)
-                else "there is no checkpoint yet; to begin again"
-            )
-            log.info("%s: %s", what, again)
+            log.info("%s", how_to_go_on(folder, again, error))
         if interrupted and error.args != (128 + signal.SIGTERM,):
             raise KeyboardInterrupt from error
         raise

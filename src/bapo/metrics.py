@@ -160,6 +160,10 @@ _PATTERNS: tuple[tuple[re.Pattern[str], Metric], ...] = (
         Metric("eval/<set>/truncated_frac", "responses cut by max_tokens", "share", "global"),
     ),
     (
+        re.compile(r"eval/[\w-]+/no_answer_frac"),
+        Metric("eval/<set>/no_answer_frac", "responses that give no answer", "share", "global"),
+    ),
+    (
         re.compile(r"eval/[\w-]+/unverified_frac"),
         Metric("eval/<set>/unverified_frac", "responses that could not be verified; reward 0", "share", "global"),
     ),

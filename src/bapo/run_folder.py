@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -210,6 +211,28 @@ def resume_command(folder: Path, script: str = "train.py") -> str:
     """What to type to go on, quoted for Hydra and for the shell where the path needs it."""
     plain = re.fullmatch(r"[\w./-]+", str(folder))
     return f"python {script} " + (f"resume={folder}" if plain else shlex.quote(f'resume="{folder}"'))
+
+
+def how_to_go_on(folder: Path, again: str, error: BaseException) -> str:
+    """What to do after `error`. What the config has wrong it has wrong again, as long as no checkpoint was written."""
+    if newest_checkpoint(folder):
+        return f"to go on from the last checkpoint: {again}"
+    if isinstance(error, ValueError):
+        return "there is no checkpoint, and the same config would fail again: start another run with what is wrong put right"
+    return f"there is no checkpoint yet; to begin again: {again}"
+
+
+def log_failure(error: BaseException, sweep: bool) -> None:
+    """The traceback of the exception being handled: to the log's file, and to the screen unless one message says it all there.
+
+    It does for a ValueError, which ends the process; in a sweep other jobs follow.
+    """
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, "%s", (redact(traceback.format_exc()),), None)
+    handlers = logging.root.handlers
+    if isinstance(error, ValueError) and not sweep:
+        handlers = [handler for handler in handlers if isinstance(handler, logging.FileHandler)] or handlers
+    for handler in handlers:
+        handler.handle(record)
 
 
 def discard_unused(folder: Path, log_too: bool = False) -> None:

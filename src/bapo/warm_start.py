@@ -33,6 +33,8 @@ VERSION = 1
 """Part of the cache's key: raise it when the same fields come to mean another model."""
 IGNORED = -100
 """The label of a slot that is not trained."""
+EARLY = 64
+"""So many demonstrations are looked at first: they betray a change in the task's code, and texts too long for the model."""
 _SIZES = {n: p.default for n, p in inspect.signature(qwen3_config).parameters.items() if p.default is not p.empty}
 
 
@@ -98,31 +100,37 @@ class WarmStart:
 
     def _key(self, task: DemonstratedTask) -> str:
         """A digest of everything that decides the result."""
+        shown = task.demonstrations(EARLY, self.seed)
+        # Their tokens are their characters. The rest of them may take a minute to make.
+        self._check_room(max(len(prompt) + len(response) + 1 for prompt, response in shown))
         task_repr = repr(task)
         if " at 0x" in task_repr:
             raise ValueError(f"task is {task_repr}; its repr must state its fields, for the cache (a dataclass does)")
         fields = {name: value for name, value in asdict(self).items() if name != "cache_dir"}
-        # The first demonstrations betray a change in the task's code.
         decisive = [VERSION, torch.__version__, transformers.__version__, fields | {"model": {**_SIZES, **self.model}}]
-        decisive += [task_repr, task.alphabet, task.eos, list(task.demonstrations(64, self.seed))]
+        decisive += [task_repr, task.alphabet, task.eos, list(shown)]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _check_room(self, longest: int) -> None:
+        room = {**_SIZES, **self.model}["max_position_embeddings"]
+        if longest > room:
+            key = "policy.warm_start.model.max_position_embeddings"
+            raise ValueError(f"{key} is {room}; it must be >= {longest}, the length of a demonstration")
 
     def _build(self, task: DemonstratedTask, folder: Path) -> dict[str, float]:
         start = time.perf_counter()
         tokenizer = character_tokenizer(task.alphabet, task.eos)
         input_ids, labels = encode(tokenizer, task.demonstrations(self.demonstrations, self.seed))
+        self._check_room(input_ids.shape[1])
         model = tiny_qwen3(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, **self.model, seed=self.seed)
-        room = model.config.max_position_embeddings
-        if input_ids.shape[1] > room:
-            raise ValueError(
-                f"model.max_position_embeddings is {room}; it must be >= {input_ids.shape[1]}, the longest demonstration"
-            )
         note = "warm start: %d steps on %d demonstrations of %s; later runs take the result from the cache"
         log.info(note, self.steps, self.demonstrations, type(task).__name__)
         losses = fit(model, input_ids, labels, steps=self.steps, batch_size=self.batch_size, lr=self.lr, seed=self.seed)
         loss = sum(losses[-50:]) / len(losses[-50:])
         if not math.isfinite(loss):
-            raise ValueError(f"lr is {self.lr}; the warm start diverged with it (loss {loss}): choose a smaller one")
+            raise ValueError(
+                f"policy.warm_start.lr is {self.lr}; the warm start diverged with it (loss {loss}): choose a smaller one"
+            )
         with _quiet():
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

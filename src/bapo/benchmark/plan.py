@@ -5,23 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from bapo.benchmark.policy import PolicySource, find_policy, task_name
+from bapo.benchmark.policy import PolicySource, find_policy, of_task
 from bapo.contracts import Task
+from bapo.evaluation import check_readable
+from bapo.evaluation.folder import task_name
 from bapo.policy.causal_lm import load_tokenizer
 from bapo.rollouts.draw import check_prompts
 from bapo.rollouts.prompt_format import PromptFormat
 from bapo.run_folder import read_config
 from bapo.types import Prompt, SamplingParams
 
+INDIFFERENT = {
+    "urls", "api_key_env", "gpus", "device", "batch_size", "max_num_seqs", "gpu_memory_utilization", "sleep_level", "sync_dir",
+    "weight_sync", "cpu_kv_cache_gib", "timeout_s", "generate_timeout_s", "start_timeout_s", "request_timeout_s", "max_retries",
+    "max_restarts", "concurrency",
+}  # fmt: skip
 TRAINING_ONLY = re.compile(r"[+~]*rollout\.(?!engine\b|prompt\b|probe_tolerance\b)([\w.]+)")
 
 
@@ -76,14 +86,13 @@ def plans(cfg: DictConfig, parts: Mapping[str, Any], overrides: Sequence[str]) -
             raise ValueError(f"rollout.{match[1]} counts in training alone; here it is sampling.*, samples and max_problems")
     sections: Any = OmegaConf.to_container(cfg.benchmark, resolve=True)
     tasks = {name: task for name, task in parts["benchmark"].items() if task is not None}
-    if parts["policy"].path is None:  # each task has its own
+    if parts["policy"].path is None and of_task(parts["embedded"]):  # each task has its own
         sources = {name: _find(parts, task) for name, task in tasks.items()}
     else:
         source = _find(parts, None)
         if source.run is not None and not any(re.match(r"[+~]*benchmark\b", override) for override in overrides):
             own = _of_run(source.run, "task")
-            sections = {task_name(own): own}
-            tasks = {name: instantiate(section, _convert_="all") for name, section in sections.items()}
+            sections, tasks = {task_name(own): own}, {task_name(own): _own_task(source.run, own)}
         sources = dict.fromkeys(tasks, source)
     if parts["devices"] > 1 and len({source.fingerprint for source in sources.values()}) > 1:
         raise ValueError(f"devices is {parts['devices']}; with policy.path null it takes one benchmark at a time")
@@ -91,7 +100,29 @@ def plans(cfg: DictConfig, parts: Mapping[str, Any], overrides: Sequence[str]) -
 
 
 def _find(parts: Mapping[str, Any], task: Any) -> PolicySource:
-    return find_policy(parts["policy"], task, parts["embedded"], parts["cache_dir"])
+    made = HydraConfig.get().runtime.choices.get("policy@embedded", "embedded")
+    return find_policy(parts["policy"], task, parts["embedded"], made, parts["cache_dir"])
+
+
+def _own_task(run: Path, section: Any) -> Any:
+    try:
+        return instantiate(section, _convert_="all")
+    except InstantiationException as error:
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        raise ValueError(f"the task of the run {str(run)!r}: {error.__cause__}; benchmark=NAME is another") from error
+
+
+@contextmanager
+def named(benchmark: str) -> Iterator[None]:
+    """What a task refuses by its key `task.path` is said of `benchmark.<benchmark>.path`, as it is called here."""
+    try:
+        yield
+    except ValueError as error:
+        message = re.sub(r"(?<![\w.])task\.(?=\w)", f"benchmark.{benchmark}.", str(error))
+        if message == str(error):
+            raise
+        raise ValueError(message) from error
 
 
 def _of_run(run: Path, *keys: str) -> Any:
@@ -110,10 +141,12 @@ def _plan(
     parts: Mapping[str, Any],
     overrides: Sequence[str],
 ) -> Plan:
-    problems = task.prompts(parts["split"])[: parts["max_problems"]]
+    with named(name):
+        problems = task.prompts(parts["split"])[: parts["max_problems"]]
     tokenizer = load_tokenizer(source.like, **source.load)
     prompt_format = _prompt_format(source.run, cfg, parts["rollout"].prompt, overrides)
-    sampling, engine, dtype = parts["sampling"], parts["rollout"].engine, parts["policy"].dtype or source.dtype
+    sampling, dtype = parts["sampling"], parts["policy"].dtype or source.dtype
+    check_readable(tokenizer, prompt_format, problems, f"policy {source.path!r}, benchmark {name}")
     check_prompts(task, parts["split"], problems, tokenizer, prompt_format, sampling, source.positions, "sampling")
     identity = {
         "policy": source.fingerprint,
@@ -125,10 +158,15 @@ def _plan(
         "sampling": asdict(sampling),
         "samples": parts["samples"],
         "seed": parts["seed"],
-        "engine": type(engine).__name__,
-        "dtype": getattr(engine, "dtype", None) or dtype,
+        "engine": _decisive(OmegaConf.to_container(cfg.rollout.engine, resolve=True)),
+        "dtype": dtype,
     }
     return Plan(name, task, problems, source, tokenizer, prompt_format, sampling, dtype, identity, parts["output_dir"])
+
+
+def _decisive(engine: Any) -> dict[str, Any]:
+    """Of an engine's section, what may change a number: not where it runs, how patient it is or how much it does at a time."""
+    return {key: value for key, value in engine.items() if key not in INDIFFERENT}
 
 
 def _prompt_format(run: Path | None, cfg: DictConfig, configured: PromptFormat, overrides: Sequence[str]) -> PromptFormat:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from bapo.export import policy_config, policy_options, trained_policy, write_mod
 from bapo.options import PolicyOptions
 from bapo.policy.folder_cache import MARK, kept_folder
 from bapo.run_folder import checkpoint_steps, folder_name, newest_checkpoint
-from bapo.warm_start import WarmStart
+from bapo.warm_start import Untrained, WarmStart
 
 MODEL_FILES = {".safetensors", ".bin", ".json", ".txt", ".model", ".jinja"}
 
@@ -31,7 +31,7 @@ class PolicySource:
     step: completed optimizer updates, where that is known. like: a folder or hub id with its tokenizer and its sizes. folder:
     called when weights are needed, for a folder or hub id that every engine reads; it may load and write a model.
     load: what goes with either wherever something is loaded from it. positions: the most tokens of a sequence, if it says.
-    run: the folder of the run that trained it.
+    run: the folder of the run that trained it. of_task: a small model of one task's characters.
     """
 
     name: str
@@ -44,11 +44,12 @@ class PolicySource:
     step: int | None = None
     positions: int | None = None
     run: Path | None = field(default=None)
+    of_task: bool = False
 
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """path: a model folder, a hub id (with `revision`), a run folder or a checkpoint in one; None for an embedded policy.
+    """path: a model folder, a hub id (with `revision`), a run folder or a checkpoint in one; None for the embedded policy.
 
     dtype: of the weights that are evaluated; None: as trained, float32 where that is not known.
     """
@@ -59,8 +60,8 @@ class PolicyChoice:
     trust_remote_code: bool = False
 
 
-def find_policy(choice: PolicyChoice, task: Any, embedded: PolicyOptions, cache_dir: str) -> PolicySource:
-    """The policy that is meant; `embedded` where no path is given.
+def find_policy(choice: PolicyChoice, task: Any, embedded: PolicyOptions, made: str, cache_dir: str) -> PolicySource:
+    """The policy that is meant; `embedded`, whose name is `made`, where no path is given.
 
     What a run has trained is written as a model folder under `cache_dir` when weights are needed, and kept. ValueError for what
     is none of these, and for a `task` for which there is no embedded policy.
@@ -70,12 +71,13 @@ def find_policy(choice: PolicyChoice, task: Any, embedded: PolicyOptions, cache_
     if policy is None:
         if revision is not None:
             raise ValueError(f"policy.revision is {revision!r}; it goes with a hub id, and policy.path is null")
-        if isinstance(embedded.warm_start, WarmStart) and not hasattr(task, "demonstrations"):
+        if of_task(embedded) and not hasattr(task, "demonstrations"):
             raise ValueError(
                 "policy.path is null; this benchmark has no demonstrations to make a policy of: policy=PATH_OR_HUB_ID"
             )
-        made = embedded.model_path(task)
-        source = PolicySource("embedded", "embedded", fingerprint(made), made, lambda: made, load, embedded.dtype)
+        folder = embedded.model_path(task)
+        mark = fingerprint(folder)
+        source = PolicySource(made, made, mark, folder, lambda: folder, load, embedded.dtype, of_task=of_task(embedded))
         return _with_positions(source)
     path = Path(os.path.expanduser(policy))
     if not path.exists() and not policy.startswith((".", "/", "~")) and path.suffix != ".ckpt":
@@ -94,6 +96,11 @@ def find_policy(choice: PolicyChoice, task: Any, embedded: PolicyOptions, cache_
     raise ValueError(
         f"policy.path is {policy!r}; it must be a model folder (config.json), a run folder, a checkpoint or a hub id"
     )
+
+
+def of_task(options: PolicyOptions) -> bool:
+    """Is it a small model made of a task's own characters?"""
+    return isinstance(options.warm_start, WarmStart | Untrained)
 
 
 def _with_positions(source: PolicySource) -> PolicySource:
@@ -140,11 +147,12 @@ def _trained(policy: str, run: Path, checkpoint: Path | None, cache_dir: str) ->
         path=policy,
         fingerprint=mark,
         like=base,
-        folder=lambda: kept_folder(cache_dir, f"trained_{mark[:16]}", build),
+        folder=cache(lambda: kept_folder(cache_dir, f"trained_{mark[:16]}", build, "trained policy")),
         load=options.source,
         dtype=options.dtype,
         step=step,
         run=run,
+        of_task=of_task(options),
     )
     return _with_positions(source)
 
@@ -159,8 +167,3 @@ def fingerprint(folder: str | Path) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def task_name(config: Mapping[str, Any]) -> str:
-    """What a task of a config is called where nobody gave it a name: the module of its class."""
-    return re.sub(r"[^\w-]", "_", str(config["_target_"]).split(".")[-2])

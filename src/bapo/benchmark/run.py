@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
-import json
 import logging
-import re
 import shlex
 import sys
 import time
@@ -18,7 +16,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from bapo.benchmark.plan import Plan, plans
+from bapo.benchmark.plan import Plan, named, plans
 from bapo.benchmark.serving import launched, served, started
 from bapo.contracts import EngineError, RolloutEngine
 from bapo.evaluation import check_samples
@@ -38,6 +36,10 @@ PLAIN = {
 }  # fmt: skip
 
 
+SHORT_RESPONSE = 64
+"""Fewer tokens than that are hardly an answer of a policy that was not made here."""
+
+
 def run(cfg: DictConfig) -> list[dict[str, Any]]:
     """Evaluates the policy of a composed config on its benchmarks, prints a table, returns the contents of each result.json.
 
@@ -52,6 +54,7 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
         torch.set_num_threads(parts["threads"])
     planned = plans(cfg, parts, list(HydraConfig.get().overrides.task))
     todo = [plan for plan in planned if files.read_result(plan.folder) is None]
+    _warn_of_short(todo)
     try:
         with exit_on_sigterm():
             _finish(todo, parts)
@@ -68,18 +71,14 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
     return results
 
 
-def spelled_out(overrides: Sequence[str]) -> list[str]:
-    """A command line with `policy=PATH` as `policy.path=PATH` and `revision=` likewise: to Hydra `policy` is a folder of conf.
-
-    A path with a `=` in it, as a checkpoint's, is quoted for Hydra.
-    """
-    long = []
-    for override in overrides:
-        if match := re.fullmatch(r"(\+*)(policy|policy\.path)=(.*)", override):
-            quoted = "=" in match[3] and not re.search(r"[\"',$\[\]{}]", match[3])
-            override = f"policy.path={json.dumps(match[3], ensure_ascii=False) if quoted else match[3]}"
-        long.append(re.sub(r"^\+*revision=", "policy.revision=", override))
-    return long
+def _warn_of_short(todo: Sequence[Plan]) -> None:
+    """Before anything is drawn: the default of 20 tokens goes with the embedded task alone."""
+    short = [plan for plan in todo if plan.sampling.max_tokens < SHORT_RESPONSE and not plan.source.of_task]
+    if short:
+        names = ", ".join(plan.benchmark for plan in short)
+        cut = short[0].sampling.max_tokens
+        why = "protocol=default is for the embedded digit task"
+        log.warning("%s: sampling.max_tokens is %d: longer responses are cut (%s)", names, cut, why)
 
 
 def check(parts: Mapping[str, Any]) -> None:
@@ -163,9 +162,14 @@ def _draw(plan: Plan, engine: RolloutEngine, ranks: Ranks, problems_per_draw: in
         log.info("%s: %d of %d problems were finished before", plan.benchmark, len(scored) // k, count)
     rest, sampling = _rest(plan), plan.sampling
     ranks.gather(None)  # nobody writes before everybody has read
-    for chunk in scored_chunks(
+    chunks = scored_chunks(
         engine, plan.task, plan.tokenizer, plan.prompt_format, rest, sampling, k, plan.seed, ranks, problems_per_draw
-    ):
+    )
+    while True:
+        with named(plan.benchmark):
+            chunk = next(chunks, None)
+        if chunk is None:
+            return
         scored += chunk
         if ranks.rank == 0:
             files.add_samples(plan.folder, chunk)

@@ -21,13 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 PHASES = ("refill", "train", "eval")
+HELD_OUT = "held-out loss"
 
 
 def shown(metrics: Mapping[str, Any]) -> dict[str, str]:
     """The numbers a reader follows, label -> three decimals: reward, every held-out accuracy there is, entropy, bounds."""
     labels = {"rollout/reward_mean": "reward"}
     labels |= {name: name.removeprefix("eval/").replace("/", " ") for name in sorted(metrics) if re.search(r"/avg@\d+$", name)}
-    labels |= {"sft/loss": "loss", "sft/test_loss": "held-out loss", "policy/entropy": "entropy"}
+    labels |= {"sft/loss": "loss", "sft/test_loss": HELD_OUT, "policy/entropy": "entropy"}
     labels |= {f"bounds/{name}": name for name in ("clip_low", "clip_high", "positive_ratio")}
     return {label: f"{float(metrics[name]):.3f}" for name, label in labels.items() if name in metrics}
 
@@ -207,7 +208,8 @@ class ProgressDisplay(Callback):
         """One line of the round so far. Called when the next one begins, after the evaluation that follows the last update."""
         if (pace := self._pace) is None or not self._since_report:
             return
-        fresh = {label: value for label, value in self._numbers.items() if self._evaluated or "avg@" not in label}
+        old = [label for label in self._numbers if "avg@" in label or label == HELD_OUT] if not self._evaluated else []
+        fresh = {label: value for label, value in self._numbers.items() if label not in old}
         self._line(f"{pace.where()}  updates {pace.updates_of()}  {_joined(fresh)}  {pace.times()}")
         self._since_report, self._evaluated = 0, False
 

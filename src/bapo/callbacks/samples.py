@@ -22,7 +22,7 @@ class Samples(L.Callback):
     table and TensorBoard a text, both named `samples`. A resumed run leaves the lines of an uninterrupted one. Rank 0 only.
     """
 
-    def __init__(self, per_round: int = 4):
+    def __init__(self, per_round: int = 8):
         if per_round < 1:
             raise ValueError(f"callbacks.samples.per_round is {per_round}; it must be >= 1; callbacks.samples=null writes none")
         self.per_round = per_round

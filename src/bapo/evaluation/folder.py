@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,7 +17,10 @@ from typing import Any
 from bapo.evaluation.scoring import Scored
 
 SAMPLES, RESULT = "samples.jsonl", "result.json"
-SHORT = {"response_length_mean": "length", "truncated_frac": "truncated", "unverified_frac": "unverified"}
+SHORT = {
+    "response_length_mean": "length", "truncated_frac": "truncated", "no_answer_frac": "no answer",
+    "unverified_frac": "unverified",
+}  # fmt: skip
 """Metrics in the head of a table."""
 
 
@@ -126,11 +130,23 @@ def shown_row(result: Mapping[str, Any]) -> dict[str, str]:
     policy, settings = result["policy"], result["settings"]
     step = "" if policy["step"] is None else f" @ {policy['step']}"
     row = {"policy": f"{policy['name']}{step}", "benchmark": result["benchmark"], "problems": str(settings["problems"])}
-    row["sampling"] = f"{settings['samples']} at T {settings['temperature']:g}, top_p {settings['top_p']:g}"
-    row["sampling"] += (f", top_k {settings['top_k']}" if settings["top_k"] else "") + f", {settings['max_tokens']} tokens"
+    row["sampling"] = sampling_text(settings)
     for name, estimate in result["metrics"].items():
         row[SHORT.get(name, name)] = shown(estimate, 1 if name == "response_length_mean" else 3)
     return row
+
+
+def sampling_text(settings: Mapping[str, Any]) -> str:
+    """`4 at T 1, top_p 1, 20 tokens`, of the settings that are known."""
+    parts = [f"{settings['samples']} at T {settings['temperature']:g}"] if {"samples", "temperature"} <= settings.keys() else []
+    parts += [f"top_p {settings['top_p']:g}"] if "top_p" in settings else []
+    parts += [f"top_k {settings['top_k']}"] if settings.get("top_k") else []
+    return ", ".join(parts + ([f"{settings['max_tokens']} tokens"] if "max_tokens" in settings else []))
+
+
+def task_name(config: Mapping[str, Any]) -> str:
+    """What a task of a config is called where nobody gave it a name: the module of its class."""
+    return re.sub(r"[^\w-]", "_", str(config["_target_"]).split(".")[-2])
 
 
 def shown(estimate: Mapping[str, Any], decimals: int = 3) -> str:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from bapo.contracts import EngineError, RolloutEngine, Task
 from bapo.evaluation.estimators import Estimate, estimates, majority, pass_at_k
 from bapo.rollouts.draw import Sample, draw
-from bapo.rollouts.prompt_format import PLAIN, PromptFormat
+from bapo.rollouts.prompt_format import PLACE, PLAIN, PromptFormat
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.seeds import derive_seed
 from bapo.types import Prompt, SamplingParams
@@ -22,7 +22,7 @@ class Scored:
     """One response: what it was asked, what came and what it is worth.
 
     reward: the task's, without anything that training adds to it; 0 where it could not be verified. answer: None if it gives
-    none. length: in tokens, the end of sequence included.
+    none. length: in tokens, the end of sequence included. prompt, gold: the question and its right answer; "" in older files.
     """
 
     uid: str
@@ -34,6 +34,8 @@ class Scored:
     length: int
     finish_reason: str
     response: str
+    prompt: str = ""
+    gold: str = ""
 
     @property
     def correct(self) -> bool:
@@ -46,6 +48,26 @@ def check_samples(samples: int, sampling: SamplingParams, field: str) -> None:
         raise ValueError(f"{field} is {samples}; it must be >= 1")
     if samples > 1 and sampling.temperature == 0:
         raise ValueError(f"{field} is {samples} at temperature 0: they would all be the same response")
+
+
+def check_readable(
+    tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat, problems: Sequence[Prompt], where: str
+) -> None:
+    """ValueError that names the first character that the tokenizer has no token for, as one of characters may lack.
+
+    where: what is asked of whom.
+    """
+    for problem in problems:
+        try:
+            prompt_format.encode(tokenizer, problem)
+        except ValueError:
+            raise
+        except Exception as error:  # the tokenizers' own class, which says no more than that a token is missing
+            known = tokenizer.get_vocab()
+            text = prompt_format.template.replace(PLACE, problem.text)
+            strange = next((character for character in text if character not in known), None)
+            what = str(error) if strange is None else f"character {strange!r} has no token"
+            raise ValueError(f"{where}: {what}, in prompt {problem.uid!r}; choose a policy that reads such texts") from error
 
 
 def answer_of(task: Task, response: str) -> str | None:
@@ -83,7 +105,8 @@ def scored_chunks(
 
         def work(mine: list[tuple[str, Prompt]] = mine) -> list[Scored]:
             drawn = draw(engine, task, tokenizer, prompt_format, mine, sampling, samples, seed_of) if mine else []
-            return [_scored(task, sample) for sample in drawn]
+            asked = dict(mine)
+            return [_scored(task, asked[sample.rollout.uid], sample) for sample in drawn]
 
         found = {(s.uid, s.sample_index): s for part in ranks.gather_from(work) for s in part}
         wanted = [(p.uid, index) for p in chunk for index in range(samples)]
@@ -94,7 +117,7 @@ def scored_chunks(
         yield [found[key] for key in wanted]
 
 
-def _scored(task: Task, sample: Sample) -> Scored:
+def _scored(task: Task, prompt: Prompt, sample: Sample) -> Scored:
     rollout = sample.rollout
     return Scored(
         uid=rollout.uid,
@@ -106,13 +129,15 @@ def _scored(task: Task, sample: Sample) -> Scored:
         length=len(rollout.response_ids),
         finish_reason=rollout.finish_reason,
         response=sample.text,
+        prompt=prompt.text,
+        gold=prompt.answer,
     )
 
 
 def metrics(scored: Sequence[Scored], samples: int, passes: Sequence[int] | None = None) -> dict[str, Estimate]:
-    """`avg@k`, `pass@k`, `maj@k`, mean length, truncated and unverified share, for k = `samples` responses to every problem.
+    """`avg@k`, `pass@k`, `maj@k`, mean length, shares of truncated, answerless and unverified ones, for k = `samples`.
 
-    passes: the k of further pass@k. ValueError if a problem has more or fewer responses than `samples`.
+    scored: k responses to every problem. passes: the k of further pass@k. ValueError if a problem has more or fewer responses.
     """
     by_problem: dict[str, list[Scored]] = {}
     for one in scored:
@@ -133,6 +158,7 @@ def metrics(scored: Sequence[Scored], samples: int, passes: Sequence[int] | None
     columns[f"maj@{samples}"] = [majority(given, flags) for given, flags in zip(answers, right, strict=True)]
     columns["response_length_mean"] = mean(lambda one: one.length)
     columns["truncated_frac"] = mean(lambda one: one.finish_reason == "length")
+    columns["no_answer_frac"] = mean(lambda one: one.answer is None)
     columns["unverified_frac"] = mean(lambda one: not one.verified)
     return estimates(columns)
 

@@ -20,15 +20,16 @@ log = logging.getLogger(__name__)
 MARK = "warm_start.json"
 
 
-def kept_folder(cache_dir: str, name: str, build: Callable[[Path], Mapping[str, Any]]) -> Path:
+def kept_folder(cache_dir: str, name: str, build: Callable[[Path], Mapping[str, Any]], what: str = "warm start") -> Path:
     """The folder `cache_dir`/warm_start/`name`, absolute; built if it is not there whole. Processes that race share one build.
 
-    build: fills an empty folder and returns what the mark should say besides. Raises ValueError where nothing can be written.
+    build: fills an empty folder and returns what the mark should say besides. what: it is, to people. Raises ValueError where
+    nothing can be written.
     """
     root = Path(cache_dir).absolute() / "warm_start"
     folder = root / name
     if _is_whole(folder):
-        log.info("warm start: cached in %s", folder)
+        log.info("%s: cached in %s", what, folder)
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -41,7 +42,7 @@ def kept_folder(cache_dir: str, name: str, build: Callable[[Path], Mapping[str, 
             building = root / f".{name}.building"
             for leftover in (folder, building):
                 if leftover.exists() or leftover.is_symlink():
-                    log.warning("warm start: %s is broken or was interrupted; building it again", leftover)
+                    log.warning("%s: %s is broken or was interrupted; building it again", what, leftover)
                     shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
             building.mkdir()
             facts = build(building)

@@ -74,7 +74,12 @@ def judge(
     for (prompt, rollout), text, reward in zip(asked, texts, rewards, strict=True):
         if reward is not None and (not isinstance(reward, Real) or not math.isfinite(reward)):
             raise ValueError(f"the task's reward for prompt {prompt.uid!r} is {reward!r}; it must be a finite number, or None")
-        added = {name: term(rollout, text) for name, term in terms.items()}
+        added = {}
+        for name, term in terms.items():
+            value: Any = term(rollout, text)
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise ValueError(f"reward.{name} gives {value!r} for a response to {prompt.uid!r}; it must be a finite number")
+            added[name] = float(value)
         judged.append(Sample(rollout, text, float(reward or 0.0), reward is not None, added))
     return judged
 

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 TEST_ROWS = 256
 """Held-out rows that are padded to one width."""
 
+FEW = 16
+"""Held-out demonstrations, below which a mean of theirs is hardly one."""
+
 
 @dataclass(frozen=True)
 class SftOptions:
@@ -131,6 +134,8 @@ def split(rows: Sequence[Row], test_share: float) -> tuple[list[Row], list[Row]]
     held = max(1, round(test_share * len(rows))) if test_share else 0
     if held >= len(rows):
         raise ValueError(f"sft.test_share is {test_share}, {held} of {len(rows)} demonstrations; it must leave one to train on")
+    if 0 < held < FEW:
+        log.warning("sft.test_share is %s, %d of %d demonstrations: their loss says little", test_share, held, len(rows))
     generator = torch.Generator().manual_seed(derive_seed(0, "sft/test"))
     order = torch.randperm(len(rows), generator=generator).tolist()
     return [rows[i] for i in sorted(order[held:])], [rows[i] for i in sorted(order[:held])]

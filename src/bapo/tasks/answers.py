@@ -1,8 +1,12 @@
-r"""The answer of a response: what stands in its last complete `\boxed{...}`, and nothing else."""
+r"""The answer of a response: what stands in its last complete `\boxed{...}`, or after its last `####`, and nothing else."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Literal
+
+AnswerIn = Literal["box", "hashes"]
 
 # A box that opens; an escaped backslash before a brace (`\\{` is a line break and a group); an escaped brace; a brace.
 _TOKEN = re.compile(r"(\\(?:boxed|fbox)\s*\{)|(?<!\\)(?:\\\\)+(?=[{}])|\\[{}]|([{}])")
@@ -26,12 +30,25 @@ def last_box(text: str) -> str | None:
     return text[last[0] : last[1]] if last[0] >= 0 else None
 
 
+def after_hashes(text: str) -> str | None:
+    """The line that follows the last `####`, as the prompts that verl makes of GSM8K ask for it; None without one."""
+    _, found, after = text.rpartition("####")
+    return (after.strip().splitlines() or [""])[0].strip() if found else None
+
+
+READERS: dict[AnswerIn, Callable[[str], str | None]] = {"box": last_box, "hashes": after_hashes}
+
+
 def plain(text: str) -> str:
-    """`text` without white space, `$` and a full stop at its end: what mode exact compares, letter by letter."""
-    return re.sub(r"\\?\$|\s", "", text).removesuffix(".")
+    """`text` without white space, `$` and a full stop at its end: what mode exact compares, letter by letter.
+
+    Between two digits a space stays, so that 1 2 is not 12.
+    """
+    apart = re.sub(r"(?<=[0-9])(?:\\?\$|\s)+(?=[0-9])", "\0", text)
+    return re.sub(r"\\?\$|\s", "", apart).removesuffix(".").replace("\0", " ")
 
 
 def small_integer(text: str) -> int | None:
     """0 to 999 as an answer sheet has it, one to three digits, zeros before them or not; None for all else, 25.0 too."""
-    bare = plain(text)
+    bare = plain(text)  # 2 0 4 stays three numbers
     return int(bare) if re.fullmatch(r"[0-9]{1,3}", bare) else None

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from bapo.tasks.units import PERCENT, split_unit
+from bapo.tasks.units import NO_NAME, PERCENT, addable, split_unit
 
 Equal = Callable[[str, str], bool]
 
@@ -22,12 +22,16 @@ MAX_EXPONENT = 400
 _CHARACTERS = str.maketrans(
     {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ",
      "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
-     "∅": r"\emptyset ", "²": "^2", "³": "^3", "％": "%", "’": "'", "\u00a0": " "}
+     "∅": r"\emptyset ", "≈": r"\approx ", "²": "^2", "³": "^3", "％": "%", "’": "'", "\u00a0": " ",
+     **{chr(0xFF10 + digit): str(digit) for digit in range(10)}}
 )  # fmt: skip
 _TIDY: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
         (r"\\\$", r"\\dollar "),
+        (r"(?<=\d)\$+(?=\d)", " "),
+        (r"\\(?:boldsymbol|bm|underline|textcolor\s*\{\w+\})(?=\s*\{)|\\color\s*\{\w+\}", ""),
+        (r"\\sqrt(?:\s+(\d+)|(\d))(?![\d.])", r"\\sqrt{\1\2}"),
         (r"(?<!\\)\\[()\[\]]|\$|\\!|\\(?:left|right)(?![a-zA-Z])\.?|\\[bB]igg?[lr]?(?![a-zA-Z])", ""),
         (r"(\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))|(\d)\{,\}", r"\1\2,"),  # 1\,000 and 1{,}000
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\\(?:display|text)style(?![a-zA-Z])", " "),
@@ -57,7 +61,8 @@ def tidy(text: str) -> str:
     text = text.translate(_CHARACTERS)
     for pattern, new in _TIDY:
         text = pattern.sub(new, text)
-    text = text.strip().rstrip(".,; ")
+    text = text.strip()
+    text = text if text.endswith("..") else text.rstrip(".,; ")  # 0.333... goes on
     while match := _WRAPPED.fullmatch(text):
         text = (match[1] or match[2]).strip()
     return text
@@ -118,7 +123,10 @@ def _sign(text: str) -> int:
     return -1 if text == "-" else 1
 
 
-_WORDS = re.compile(r"\\text\{([^{}]*)\}|((?=.*[A-Za-z]{4})[A-Za-z][A-Za-z0-9 ,.:'-]*|(?i:yes|no|odd|dne))|(\(?[A-Za-z]\)?)")
+_WORDS = re.compile(
+    r"\\text\{([^{}]*)\}|((?=.*[A-Za-z]{4})[A-Za-z][A-Za-z0-9 ,.:'-]*|(?i:yes|no|odd|dne)|[A-Z](?: ?[A-Z])+)|(\(?[A-Za-z]\)?)"
+)
+_LETTERS = re.compile(r"[A-Z](?: ?[A-Z])+")
 
 
 def words(text: str) -> str | None:
@@ -126,13 +134,34 @@ def words(text: str) -> str | None:
     match = _WORDS.fullmatch(text)
     if not match:
         return None
-    bare = re.sub(r"[\s.\"']", "", match[1] or match[2] or match[3] or "")
+    bare = re.sub(r"(?<!\d)\s|\s(?!\d)|\.(?!\d)|[\"']", "", match[1] or match[2] or match[3] or "")
     bare = re.sub(r"^\(([A-Za-z])\)$", r"\1", bare)
     return bare if len(bare) == 1 else bare.lower()
 
 
-_NAME = r"(?:\\text\{[^{}]*\}|\\?[A-Za-z]+(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{?-1\}?)?(?:\([^()=]*\))?)"
-_NAMES = re.compile(rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\)")
+_NAME = r"(?:m?\\angle\s*)?(?:\\text\{\s*[A-Za-z]+\s*\}|\\?[A-Za-z]+(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{?-1\}?)?(?:\([^()=]*\))?)"
+_NO_NAME = rf"(?!\\(?:pi|infty)|(?:\\text\{{\s*)?(?i:{'|'.join(sorted(NO_NAME))})\b)"
+_NAMES = re.compile(rf"{_NO_NAME}(?:{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\))")
+
+
+_APPROX = re.compile(r"\\(?:approx|thickapprox)(?![a-zA-Z])")
+
+
+def split_rounded(text: str) -> tuple[str, list[str]]:
+    r"""`\sqrt2\approx 1.41` as what is said and what it is rounded to; a name before `\approx` is one as before `=`."""
+    said = [part.strip() for part in _APPROX.split(text)]
+    if len(said) > 1 and _NAMES.fullmatch(said[0]):
+        said = said[1:]
+    return said[0], said[1:]
+
+
+def last_digit(text: str) -> Fraction | None:
+    """What one more in the last digit of a rounded number adds: 0.01 for 1.41, 1000 for 12,000; None for no plain number."""
+    if not _PLAIN.fullmatch(text):
+        return None
+    whole, _, after = re.sub(r"[\s,+-]", "", text).partition(".")
+    zeros = 0 if after else min(len(whole) - len(whole.rstrip("0")), len(whole) - 1)
+    return Fraction(10) ** (-len(after) or zeros)
 
 
 def same_answer(gold: str, answer: str, equal: Equal) -> bool:
@@ -142,31 +171,54 @@ def same_answer(gold: str, answer: str, equal: Equal) -> bool:
         return True
     if (wanted := words(gold)) is not None and (said := words(answer)) is not None:
         return wanted == said
-    gold, answer = _unnamed(gold), _unnamed(answer)
+    (gold, kind), (answer, other) = _unnamed(gold), _unnamed(answer)
+    if {kind, other} == {"set", "pair"}:
+        return False
     golds, answers = split_top(gold, "="), split_top(answer, "=")
     if len(golds) > 1 and _NAMES.fullmatch(golds[0]) and (len(answers) == 1 or answers[0] == golds[0]):
         golds, answers = golds[-1:], answers[1:] or answers  # x = 5 against 5, or against x = 5
     elif len(golds) == 1 and len(answers) > 1:
-        answers = answers[1:] if _NAMES.fullmatch(answers[0]) else answers  # the gold says no name: any will do
+        answers = (
+            answers[1:] if _NAMES.fullmatch(answers[0]) and not _LETTERS.fullmatch(gold) else answers
+        )  # the gold says no name: any will do
     if len(golds) > 1:  # an equation: the answer has to be one
         return len(answers) > 1 and equal(gold, answer)
     return all(_same_quantity(golds[0], said, equal) for said in answers)  # 2 + 2 = 4 is right if both are
 
 
-def _unnamed(text: str) -> str:
-    """`x=2, x=3` becomes `2,3`, and `y=2, x=1` the pair `(1,2)`, in the order of the names. Other text is left as it is."""
-    text = text if words(text) is not None else _OR.sub(", ", text)
-    pairs = [split_top(part, "=") for part in split_top(text, ",")]
+def _unnamed(text: str) -> tuple[str, str | None]:
+    """`x=2, x=3` becomes `2,3`, and `y=2, x=1` the pair `(1,2)`, in the order of the names. Other text is left as it is.
+
+    With it goes what it is for certain: a set, a pair (or a longer tuple, or an interval), or None.
+    """
+    said = text if words(text) is not None else _OR.sub(", ", text)
+    pairs = [split_top(part, "=") for part in split_top(said, ",")]
     if len(pairs) < 2 or not all(len(pair) == 2 and re.fullmatch(_NAME, pair[0]) for pair in pairs):
-        return text
+        return said, _kind(said, several=said != text)
     names = {pair[0] for pair in pairs}
     if len(names) == 1:
-        return ",".join(value for _, value in pairs)
-    return f"({','.join(value for _, value in sorted(pairs))})" if len(names) == len(pairs) else text
+        return ",".join(value for _, value in pairs), "set"
+    return (f"({','.join(value for _, value in sorted(pairs))})", "pair") if len(names) == len(pairs) else (said, None)
+
+
+def _kind(text: str, several: bool) -> str | None:
+    """several: the members of a list were joined by `or` or `and`, so that they have no order."""
+    last = split_top(text, "=")[-1]
+    if re.search(r"[<>]|\\(?:le|ge|ne|in|cup|cap)(?![a-zA-Z])", last):
+        return None
+    if len(split_top(last, ",")) > 1:
+        return "set" if several else None
+    if last.startswith(r"\{") and last.endswith(r"\}"):
+        return "set" if len(split_top(last[2:-2], ",")) > 1 else None
+    inside = last[:1] in ("(", "[") and last[-1:] in (")", "]") and len(split_top(last[1:-1], ",")) > 1
+    return "pair" if inside else None
 
 
 def _same_quantity(gold: str, answer: str, equal: Equal) -> bool:
-    """A unit, like a percent sign, may be left out on either side; two units have to agree, none is converted."""
+    """A unit, like a percent sign, may be left out on either side; two units have to agree, none is converted.
+
+    What the gold does not have has to be a unit for certain: `addable`.
+    """
     (wanted, unit), (said, other) = split_unit(gold), split_unit(answer)
     if unit != other and PERCENT in (unit, other):
         if unit is None:  # 28% is 0.28; beside a gold of 28 it is the answer to "what percent"
@@ -175,12 +227,15 @@ def _same_quantity(gold: str, answer: str, equal: Equal) -> bool:
         else:
             readings = [(wanted, said), (rf"\frac{{{wanted}}}{{100}}", said)] * (other is None)
         return any(_same_value(*reading, equal) for reading in readings)
-    return (unit is None or other is None or unit == other) and _same_value(wanted, said, equal)
+    return (unit == other or other is None or (unit is None and addable(other))) and _same_value(wanted, said, equal)
 
 
 def _same_value(gold: str, answer: str, equal: Equal) -> bool:
     if gold == answer:
         return True
+    members = split_top(gold, ",")
+    if all(map(_LETTERS.fullmatch, members)):  # orders, names, choices: no products
+        return sorted(str(words(member)) for member in members) == sorted(str(words(said)) for said in split_top(answer, ","))
     wanted, said = rational(gold), rational(answer)
     if wanted is not None and (said is not None or words(answer) is not None):
         return wanted == said  # exactly: 0.333 is not 1/3, and 2^-99 is not 2^-98
@@ -192,3 +247,25 @@ def formula(gold: str) -> str | None:
     gold = tidy(gold)
     body = split_unit(gold)[0]
     return None if words(gold) is not None or rational(body) is not None else body
+
+
+def canonical(text: str) -> str | None:
+    r"""One spelling for votes, as far as text can tell: `x=5` and `5\text{ cm}` are 5, `2,1` is `1,2`, but `x+1` is not `1+x`.
+
+    No gold and no parser is asked, so it may split equal answers, and it joins what a gold would tell apart: 5 cm and 5 m.
+    """
+    bare = tidy(text)
+    if (said := words(bare)) is not None:
+        return said or None
+    parts = split_top(_unnamed(bare)[0], "=")
+    body = parts[1] if len(parts) == 2 and _NAMES.fullmatch(parts[0]) else "=".join(parts)
+    body = body[2:-2] if _kind(body, several=False) == "set" else body
+    members = split_top(body, ",") if rational(body) is None else [body]
+    return ",".join(sorted(map(_member, members))) or None
+
+
+def _member(text: str) -> str:
+    body, unit = split_unit(text)
+    body = body if addable(unit) else text
+    value = rational(body)
+    return (words(body) or re.sub(r"\s+(?![a-zA-Z])", "", body)) if value is None else str(value)

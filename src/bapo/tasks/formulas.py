@@ -16,10 +16,10 @@ from latex2sympy2_extended.logic import And
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify import verify
 from math_verify.grader import sympy_symbolic_eq
-from sympy import Eq, Expr, Float, MatrixBase, Union, nan, zoo
+from sympy import Eq, Expr, Float, MatrixBase, Ne, Rational, Union, nan, zoo
 from sympy.core.relational import Relational
 
-from bapo.tasks.equivalence import rational
+from bapo.tasks.equivalence import last_digit, rational, split_rounded, split_top
 
 DIGITS = 100
 """To which two closed forms have to agree."""
@@ -52,6 +52,8 @@ def prepare(text: str) -> str:
     text = re.sub(r"(\d)\s+(\d+)\s*/\s*(\d+)", r"\1\\frac{\2}{\3}", text)
     if re.search(r"(?<![_^\d])\d+ \d", text):
         raise ValueError("two numbers side by side")
+    if re.search(r"(?<![\w}{\\])\d+\s*_|\d\s*(?:'|\"|\^\s*\{?\s*\\prime)|\.\.|…|\\[lcbv]?dots", text):
+        raise ValueError("a number with an index, a mark or dots")
     if not re.search(r"[(\[]|\\\{", text):  # in brackets a comma separates
         text = re.sub(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])", lambda match: match[0].replace(",", ""), text)
     text = re.sub(r"(?<![\d.^_])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}", _mixed, text)
@@ -93,12 +95,16 @@ def parse(text: str) -> Any:
     parts = found.args if isinstance(found, FiniteSet) and len(found.free_symbols) == 1 else ()
     if parts and all(isinstance(part, Relational | And) and not isinstance(part, Eq) for part in parts):
         return Union(*(part.as_set() for part in parts))  # x < 1 or x > 2
+    if isinstance(found, Ne):  # math-verify knows no such relation
+        if len(found.free_symbols) != 1:
+            raise ValueError("a condition that nothing can be compared with")
+        return found.as_set()
     return found
 
 
 def parse_side(side: str, text: str) -> Any:
     try:
-        return parse(text)
+        return parse(split_rounded(text)[0])
     except (MemoryError, RecursionError):
         raise
     except Exception as error:
@@ -108,6 +114,10 @@ def parse_side(side: str, text: str) -> Any:
 def equal(gold: str, answer: str) -> bool:
     """Do the two formulas have one value? Closed forms to `DIGITS` digits, relative to their size, the rest by math-verify."""
     left, right = parse_side("gold", gold), parse_side("answer", answer)
+    if not all(rounds_to(right, rounded) for rounded in split_rounded(answer)[1]):
+        return False
+    if isinstance(left, Expr) and len(split_top(answer, ",")) > 1:  # 5, 5
+        return False
     if isinstance(left, Expr) and isinstance(right, Expr):
         if not left.free_symbols and not right.free_symbols:
             return same_number(left, right)
@@ -117,6 +127,18 @@ def equal(gold: str, answer: str) -> bool:
     return bool(
         verify(left, right, numeric_precision=DIGITS, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
     )
+
+
+def rounds_to(exact: Any, rounded: str) -> bool:
+    """Is `rounded`, a plain number, what `exact` is when it is rounded to its last digit, or cut off there?"""
+    value, step = rational(rounded), last_digit(rounded)
+    if value is None or step is None or not isinstance(exact, Expr) or exact.free_symbols:
+        return False
+    near, unit = (Rational(number.numerator, number.denominator) for number in (value, step))
+    off = exact.doit().evalf(DIGITS) - near
+    if not off.is_real or not off.is_finite:
+        return False
+    return bool(abs(off) <= unit / 2 or (abs(off) < unit and off * near >= 0))
 
 
 def same_number(left: Any, right: Any) -> bool:

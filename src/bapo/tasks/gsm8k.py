@@ -13,6 +13,9 @@ from bapo.tasks.problems import BOXED, BadRows, Problems
 from bapo.tasks.rows import BadRowError, Row, Rows, text
 
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)")
+_MONEY = r"(?:\\?\$)*"
+SAID = re.compile(rf"{_MONEY}([+-]?){_MONEY}((?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+){_MONEY}\.?{_MONEY}")
+"""A number as it is written: commas between groups of three digits, `$` around it, a full stop behind it."""
 
 
 def gsm8k(
@@ -43,6 +46,10 @@ def gsm8k(
 class Numbers:
     """Right is the number in the last complete box, and nothing but a number: mode math would let `48+24` pass for 72."""
 
+    @property
+    def place(self) -> str:
+        return r"in a \boxed{...}"
+
     def faults(self, golds: Sequence[str]) -> dict[int, str]:
         return {index: "is no number" for index, gold in enumerate(golds) if number(gold) is None}
 
@@ -60,16 +67,17 @@ class Numbers:
 def parse(row: Row) -> tuple[str, str]:
     """Question and gold of a row."""
     question, answer = text(row["question"], "a question"), text(row["answer"], "an answer")
-    gold = answer.rpartition("####")[2].strip().replace(",", "")
-    if "####" not in answer or not NUMBER.fullmatch(gold):
+    said = answer.rpartition("####")[2].strip()
+    gold = said.replace(",", "")
+    if "####" not in answer or not NUMBER.fullmatch(gold) or number(said) is None:
         raise BadRowError("without a number after '####'")
     return question, gold
 
 
 def number(text: str) -> Decimal | None:
-    r"""`text` as a number, without `$`, commas, spaces and a full stop at its end; None if it is none."""
-    bare = re.sub(r"\\?\$|,|\s", "", text).removesuffix(".")
-    return Decimal(bare) if NUMBER.fullmatch(bare) else None
+    r"""`text` as a number, without `$`, the commas of thousands and a full stop at its end; None if it is none, or two."""
+    match = SAID.fullmatch(re.sub(r"(?<![0-9.,])\s+|\s+(?![0-9.,])", "", text))
+    return Decimal(match[1] + match[2].replace(",", "")) if match else None
 
 
 def _said(response: str) -> Decimal | None:

@@ -8,9 +8,10 @@ python -m bapo.tasks.gym_worker FD PARENT: as `bapo.tasks.verify_worker`.
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
@@ -35,7 +36,7 @@ def load() -> Callable[[dict[str, Any]], dict[str, Any]]:
         try:
             made(*which)
         except Exception as error:
-            return {"refused": _said(error)}
+            return {"refused": _unknown(question["dataset"], reasoning_gym.factory.DATASETS) or _said(error)}
         try:
             if "index" in question:
                 score = made(*which).score_answer(question["answer"], item(*which, question["index"]))
@@ -48,6 +49,15 @@ def load() -> Callable[[dict[str, Any]], dict[str, Any]]:
             return {"raised": _said(error)}
 
     return reply
+
+
+def _unknown(dataset: str, known: Iterable[str]) -> str | None:
+    """Which data sets were meant, if there is none of that name."""
+    names = sorted(known)
+    if dataset in names:
+        return None
+    near = difflib.get_close_matches(dataset, names, n=3, cutoff=0.5) or [name for name in names if dataset in name][:3]
+    return f"reasoning_gym has no data set of that name; nearest: {', '.join(near) or 'none'} ({len(names)} in all)"
 
 
 def _said(error: Exception) -> str:

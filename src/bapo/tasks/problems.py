@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
-from bapo.tasks.answers import last_box, plain, small_integer
-from bapo.tasks.equivalence import MAX_CHARACTERS, rational, tidy, words
+from bapo.tasks.answers import READERS, AnswerIn, plain, small_integer
+from bapo.tasks.equivalence import MAX_CHARACTERS, canonical
 from bapo.tasks.rows import BadRowError, Row, Rows, text
 from bapo.tasks.verify import Mode, check_golds, verify_answers
 from bapo.types import Prompt
@@ -20,12 +20,19 @@ BadRows = Literal["refuse", "skip"]
 
 BOXED = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 """What follows a question, so that the model knows where its answer is looked for."""
+HASHES = '\n\nLet\'s think step by step and output the final answer after "####".'
+"""Likewise; verl's own words."""
+SILENT = 64
+"""So many responses without one answer among them are a reason to say so."""
 LISTED = 10
 """How many rows of a kind a message names."""
 
 
 class Judge(Protocol):
-    """What a right answer is."""
+    """What a right answer is. place: where in a response it has to be, for messages."""
+
+    @property
+    def place(self) -> str: ...
 
     def faults(self, golds: Sequence[str]) -> Mapping[int, str]:
         """What is wrong with which gold, by its index."""
@@ -38,13 +45,20 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Boxed:
-    r"""Judges what stands in the last complete `\boxed{...}` by docs/verification.md."""
+    r"""Judges what stands in the last complete `\boxed{...}`, or after the last `####`, by docs/verification.md."""
 
     mode: Mode = "math"
+    answer_in: AnswerIn = "box"
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"task.mode is {self.mode!r}; it must be one of {', '.join(get_args(Mode))}")
+        if self.answer_in not in get_args(AnswerIn):
+            raise ValueError(f"task.answer_in is {self.answer_in!r}; it must be one of {', '.join(get_args(AnswerIn))}")
+
+    @property
+    def place(self) -> str:
+        return r"in a \boxed{...}" if self.answer_in == "box" else "after ####"
 
     def faults(self, golds: Sequence[str]) -> dict[int, str]:
         different = list(dict.fromkeys(golds))
@@ -53,12 +67,12 @@ class Boxed:
         return {index: faults[gold] for index, gold in enumerate(golds) if gold in faults}
 
     def rewards(self, responses: Sequence[str], golds: Sequence[str]) -> list[float | None]:
-        verdicts = verify_answers(responses, golds, self.mode)
+        verdicts = verify_answers(responses, golds, self.mode, answer_in=self.answer_in)
         return [None if verdict.outcome == "unverified" else verdict.reward for verdict in verdicts]
 
     def answer(self, response: str) -> str | None:
         """In one spelling as far as no formula has to be compared: `0.50` is 1/2, but `x+1` is not `1+x`."""
-        box = last_box(response)
+        box = READERS[self.answer_in](response)
         if box is None or len(box) > MAX_CHARACTERS:
             return None
         if self.mode == "integer":
@@ -66,9 +80,7 @@ class Boxed:
             return None if number is None else str(number)
         if self.mode == "exact":
             return plain(box) or None
-        bare = tidy(box)
-        value = rational(bare)
-        return (words(bare) or bare or None) if value is None else str(value)
+        return canonical(box)
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,7 @@ class Problems:
     keep: Callable[[Row], bool] | None = None
     uid_column: str | None = None
     _read: dict[str, tuple[Prompt, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _said: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for split, size in self.sizes.items():
@@ -99,6 +112,11 @@ class Problems:
                 raise ValueError(f"task.{split}_size is {size}; it must be >= 1, or null for all rows")
         if self.bad_rows not in get_args(BadRows):
             raise ValueError(f"task.bad_rows is {self.bad_rows!r}; it must be one of {', '.join(get_args(BadRows))}")
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """Those that `prompts` knows."""
+        return tuple(self.rows)
 
     @property
     def path(self) -> str:
@@ -120,8 +138,13 @@ class Problems:
         return self._read[split]
 
     def verify(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float | None]:
-        """1.0 for a right answer, else 0.0; None where nobody knows."""
-        return self.judge.rewards(responses, [prompt.answer for prompt in prompts])
+        """1.0 for a right answer, else 0.0; None where nobody knows. Says once that many have no answer at all."""
+        rewards = self.judge.rewards(responses, [prompt.answer for prompt in prompts])
+        if len(rewards) >= SILENT and not self._said and not any(rewards) and not any(map(self.judge.answer, responses)):
+            self._said.add("silent")
+            note = "task %s: not one of %d responses has an answer %s, so none can be right: does task.instruction ask for it?"
+            log.warning(note, self.name, len(rewards), self.judge.place)
+        return rewards
 
     def answer(self, response: str) -> str | None:
         return self.judge.answer(response)
@@ -173,6 +196,7 @@ def boxed_problems(
     bad_rows: BadRows,
     sizes: Mapping[Split, int | None],
     uid: str | None = None,
+    answer_in: AnswerIn = "box",
 ) -> Problems:
     """The most common data set: a column of questions and one of answers, as text or as numbers."""
 
@@ -180,7 +204,7 @@ def boxed_problems(
         return text(row[question], "a question"), text(row[answer], "an answer")
 
     columns = [question, answer, *([uid] if uid else [])]
-    return Problems(name, rows, columns, parse, Boxed(mode), instruction, bad_rows, sizes, uid_column=uid)
+    return Problems(name, rows, columns, parse, Boxed(mode, answer_in), instruction, bad_rows, sizes, uid_column=uid)
 
 
 def _check_uids(where: Rows, prompts: Sequence[Prompt]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
+EXACT = 2.0**53
+"""From here on not every whole number is a float."""
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -52,13 +56,15 @@ class Rows:
         if not local.exists():
             return {"path": self.path, "name": self.name, "revision": self.revision}
         if local.is_dir() and (local / "README.md").is_file():
-            return {"path": str(local), "name": self.name}
+            return {"path": str(local), "name": self.name, "download_mode": "force_redownload"}  # see below
         files = [local] if local.is_file() else self._files_in(local)
         builders = {BUILDERS.get(file.suffix) for file in files}
         if not files or len(builders) > 1 or None in builders:
             names = ", ".join(f"{self.split}{end}" for end in (*BUILDERS, "-*.parquet"))
             raise FileNotFoundError(f"it must be a file ({', '.join(BUILDERS)}), or a folder with one of {names}")
-        return {"path": builders.pop(), "data_files": {self.split: [str(file) for file in files]}}
+        # The library knows a file that it has read by its path and time alone; here it is known by what is in it.
+        name = _digest(files)
+        return {"path": builders.pop(), "name": name, "data_files": {self.split: [str(file) for file in files]}}
 
     def _files_in(self, folder: Path) -> list[Path]:
         """Of this split: `train.jsonl`, or `train-00000-of-00002.parquet` and its like, there or below a folder `data`."""
@@ -66,6 +72,9 @@ class Rows:
             if found := [file for suffix in BUILDERS if (file := where / f"{self.split}{suffix}").is_file()]:
                 return found
             if found := sorted(where.glob(f"{self.split}-*.parquet")):
+                of = re.search(r"-of-(\d+)\.parquet$", found[0].name)
+                if of and int(of[1]) != len(found):
+                    raise FileNotFoundError(f"it must have {int(of[1])} files like {found[0].name}; it has {len(found)}")
                 return found
         return []
 
@@ -73,8 +82,19 @@ class Rows:
         return f"{self.key} is {self.path!r}; split {self.split!r}"
 
 
+def _digest(files: Sequence[Path]) -> str:
+    """Of what is in the files."""
+    parts = []
+    for file in files:
+        with file.open("rb") as opened:
+            parts.append(hashlib.file_digest(opened, "sha256").hexdigest())
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
 def text(value: Any, what: str) -> str:
     """A text of a row without white space around it, or a number as text. Raises BadRowError if there is none."""
+    if isinstance(value, float) and abs(value) >= EXACT and math.isfinite(value):
+        raise BadRowError(f"with {what} that is too large a number to be read exactly: write it as a text")
     if isinstance(value, float) and math.isfinite(value):  # whole numbers with a gap among them come as floats
         value = int(value) if value.is_integer() else str(value)
     if isinstance(value, int) and not isinstance(value, bool):

@@ -18,9 +18,28 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _UNITS = {spelling: name for name, others in _NAMES.items() for spelling in (name, *others)}
 _POWERS = {"square": "^2", "squared": "^2", "sq": "^2", "cubic": "^3", "cubed": "^3", "cu": "^3"}
-_NO_UNIT = {"or", "and", "not", "to", "if", "when", "except", "remainder", "mod", "more", "less", "than"}
+_NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
+    "nineteen twenty thirty forty fifty sixty seventy eighty ninety half halve third quarter fourth fifth sixth seventh eighth "
+    "ninth tenth eleventh twelfth twentieth hundredth thousandth millionth halves"
+)
+_SAYING = (
+    "or and not no non never nor to if when except but without remainder mod modulo more less fewer than greater smaller "
+    "larger bigger higher lower most least at above below over under between beyond before after exceeding about around "
+    "approximately approx almost nearly roughly maybe perhaps probably possibly is are was be wrong false incorrect right "
+    "true correct minus plus times divided multiplied by negative positive double triple twice thrice factorial root power "
+    "choose halved doubled tripled repeating recurring infinity infinite infinitely undefined unknown impossible otherwise "
+    "instead only any all none minimum maximum max inverse reciprocal absolute imaginary sin cos tan log"
+)
+NO_UNIT = frozenset(f"{_NUMBER_WORDS} {_SAYING}".split())
 """Words that say something about the number: what holds them is left alone."""
-_FACTORS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+NO_NAME = frozenset(f"{_NUMBER_WORDS} not never wrong false incorrect".split())
+"""Words that are no name before `=`."""
+_BESIDE = frozenset(["old", "long", "wide", "tall", "high", "deep", "away", "apart", "each", "total", "altogether"])
+"""Words that say nothing beside a unit."""
+_FACTORS = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}"} | {
+    f"{word}illion": f"10^{{{power}}}" for word, power in (("m", 6), ("b", 9), ("tr", 12))
+}
 
 # Without \text it is a unit if the table has it, in two letters or more (5m may be a product), or if it is a long word.
 _BARE = "|".join(sorted((re.escape(u) for u in _UNITS if len(u) > 1), key=len, reverse=True))
@@ -40,7 +59,7 @@ _BASE = re.compile(r"(\d[\dA-F]*)_\{?(\d+)\}?")
 def split_unit(text: str) -> tuple[str, str | None]:
     r"""`5\text{ cm}^2` becomes (`5`, `centimeter^2`); without a unit it is (`text`, None). `text` comes from `tidy`.
 
-    `5\text{ million}` is a number: it becomes (`5\cdot 10^{6}`, None).
+    `5\text{ million}` is a number: it becomes (`5\cdot 10^{6}`, None), and with `dollars` behind it has a unit as well.
     """
     if match := _MONEY.match(text):
         rest = match[1] + text[match.end() :]
@@ -54,9 +73,8 @@ def split_unit(text: str) -> tuple[str, str | None]:
     for pattern in (_WORDS, _KNOWN, _LONG):
         if (match := pattern.search(text)) and (name := unit_name(match[1])) is not None:
             body, unit = _body(text, match.start(), name + (f"^{match[2]}" if match[2] else ""))
-            if unit in _FACTORS:
-                return rf"{body}\cdot 10^{{{_FACTORS[unit]}}}", None
-            return body, unit or None
+            factor, _, rest = (unit or "").partition(" ")
+            return (rf"{body}\cdot {_FACTORS[factor]}", rest or None) if factor in _FACTORS else (body, unit or None)
     return text, None
 
 
@@ -69,9 +87,29 @@ def _body(text: str, end: int, unit: str) -> tuple[str, str | None]:
 def unit_name(words: str) -> str | None:
     """`sq. cm`, `centimetres squared` and `square centimeter` have one name; None for words that are no unit."""
     parts = [part.split() for part in re.split(r"/|\bper\b", re.sub(r"[.()]", " ", words.lower()))]
-    if any(word in _NO_UNIT for part in parts for word in part):
+    said = [word for part in parts for word in part]
+    if any(word in NO_UNIT or word.removesuffix("s") in NO_UNIT or word.removesuffix("es") in NO_UNIT for word in said) or (
+        said and set(said) <= set(_POWERS)
+    ):
         return None
-    return "/".join(_one(part) for part in parts)
+    if re.fullmatch(r"\s*[A-Z]\s*", words) and words.strip() != "L":  # 5 M is no length
+        return None
+    if any(len(word) < 3 and word not in _UNITS and word not in _POWERS for word in said):
+        return None
+    return "/".join(_one([word for word in part if word not in _BESIDE] or part) for part in parts)
+
+
+def addable(unit: str | None) -> bool:
+    """May an answer have it where the gold has none? Units that are known, and at most one word that is not: a counted noun.
+
+    None, no unit, may be. A base may not: it makes another number of the digits.
+    """
+    if unit is None or unit in _UNITS.values() or unit.startswith("degree"):
+        return True
+    if unit.startswith("base "):
+        return False
+    bare = re.sub(r"\^[23]", "", unit).replace("pound sterling", "pound")
+    return sum(word not in _UNITS.values() for word in re.split(r"[/ ]", bare) if word) <= 1
 
 
 def _one(words: list[str]) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, get_args
 
-from bapo.tasks.answers import last_box, plain, small_integer
+from bapo.tasks.answers import READERS, AnswerIn, plain, small_integer
 from bapo.tasks.equivalence import MAX_CHARACTERS, formula, same_answer, tidy
 from bapo.tasks.verify_pool import close_workers, shared_pool
 from bapo.tasks.verify_worker import KNOWN_PAIRS
@@ -24,6 +26,7 @@ Mode = Literal["math", "exact", "integer"]
 Outcome = Literal["right", "wrong", "no_answer", "unverified"]
 TIMEOUT_S = 5.0
 MEMORY_MB = 512.0
+NONE_THERE = {"box": r"no complete \boxed{...}", "hashes": "no ####"}
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,11 @@ def verify_answers(
     mode: Mode = "math",
     timeout_s: float = TIMEOUT_S,
     memory_mb: float = MEMORY_MB,
+    answer_in: AnswerIn = "box",
 ) -> list[Verdict]:
     """A verdict for each response against the gold at its place; `timeout_s` and `memory_mb` are the limits of one answer.
+
+    answer_in: where a response has its answer, in its last box or after its last `####`.
 
     Raises ValueError for a gold that nothing can be compared with (`check_gold` finds it when a task is loaded), RuntimeError
     if the library that compares formulas does not work.
@@ -55,8 +61,10 @@ def verify_answers(
     _check(mode, timeout_s, memory_mb)
     if len(responses) != len(golds):
         raise ValueError(f"there are {len(responses)} responses and {len(golds)} golds; there must be as many")
-    pairs = [(gold, last_box(response)) for gold, response in zip(golds, responses, strict=True)]
-    decided = {pair: _judge_here(*pair, mode) for pair in dict.fromkeys(pairs)}  # a group often gives one answer many times
+    pairs = [(gold, READERS[answer_in](response)) for gold, response in zip(golds, responses, strict=True)]
+    decided = {
+        pair: _judge_here(*pair, mode, answer_in) for pair in dict.fromkeys(pairs)
+    }  # a group often gives one answer many times
     limits = {"timeout_s": timeout_s, "memory_mb": memory_mb}
     asked = [pair for pair, verdict in decided.items() if verdict is None]
     questions = [{"gold": gold, "answer": answer, **limits} for gold, answer in asked]
@@ -86,9 +94,9 @@ def check_golds(
     questions = [{"gold": golds[i], "answer": None, "timeout_s": timeout_s, "memory_mb": memory_mb} for i in asked]
     for index, reply in zip(asked, shared_pool().ask_all(questions), strict=True):
         if "right" not in reply:
-            faults[index] = (
-                "does not parse" if "not_parsed" in reply else f"does not parse: {reply.get('gave_up') or reply['raised']}"
-            )
+            reason = reply.get("gave_up") or reply.get("raised")
+            told = f"cannot be compared: {reason}" if "raised" in reply else f"does not parse: {reason}"
+            faults[index] = "does not parse" if "not_parsed" in reply else told
     return dict(sorted(faults.items()))
 
 
@@ -109,16 +117,16 @@ def _fault(gold: str, mode: Mode) -> str | None:
     return None if (tidy(gold) if mode == "math" else plain(gold)) else "is empty"
 
 
-def _judge_here(gold: str, answer: str | None, mode: Mode) -> Verdict | None:
+def _judge_here(gold: str, answer: str | None, mode: Mode, answer_in: AnswerIn) -> Verdict | None:
     """The verdict, if text, numbers and the rules decide it; None where formulas have to be compared."""
     if fault := _fault(gold, mode):
         raise ValueError(f"the gold {_shown(gold)} {fault}")
     if answer is None:
-        return Verdict("no_answer", r"there is no complete \boxed{...}")
+        return Verdict("no_answer", f"there is {NONE_THERE[answer_in]}")
     if len(answer) > MAX_CHARACTERS:
         return Verdict("unverified", f"the answer has {len(answer)} characters; {MAX_CHARACTERS} is the most", answer)
     if not (tidy(answer) if mode == "math" else plain(answer)):
-        return Verdict("no_answer", "the box is empty", answer)
+        return Verdict("no_answer", "the box is empty" if answer_in == "box" else "nothing stands after the last ####", answer)
     if mode == "integer":
         if (said := small_integer(answer)) is None:
             return Verdict("wrong", "not a whole number from 0 to 999, in digits", answer)
@@ -157,14 +165,29 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:60] + "...")
 
 
+def _options_first(arguments: Sequence[str]) -> list[str]:
+    """The rest behind `--`, since an answer may begin with a minus, which is no option."""
+    options, rest = [], []
+    left = iter(arguments)
+    for argument in left:
+        if argument in ("-h", "--help") or re.match(r"--(mode|answer-in)=", argument):
+            options.append(argument)
+        elif argument in ("--mode", "--answer-in"):
+            options += [argument, *islice(left, 1)]
+        else:
+            rest.append(argument)
+    return [*options, *([] if "--" in rest else ["--"]), *rest]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bapo.tasks.verify", description="Judge the last box of a response.")
     parser.add_argument("response", help=r"text with an answer in \boxed{...}")
     parser.add_argument("gold", help="the right answer, without a box")
     parser.add_argument("--mode", choices=get_args(Mode), default="math")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--answer-in", choices=get_args(AnswerIn), default="box")
+    given = parser.parse_args(_options_first(sys.argv[1:] if arguments is None else arguments))
     try:
-        (verdict,) = verify_answers([given.response], [given.gold], given.mode)
+        (verdict,) = verify_answers([given.response], [given.gold], given.mode, answer_in=given.answer_in)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

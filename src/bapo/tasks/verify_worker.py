@@ -31,7 +31,7 @@ def load() -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     def parse_gold(gold: str) -> bool:
         if (text := formula(gold)) is not None:
-            formulas.parse_side("gold", text)
+            formulas.equal(text, text)  # some parse, and then nothing can be compared with them
         return True
 
     def reply(question: dict[str, Any]) -> dict[str, Any]:

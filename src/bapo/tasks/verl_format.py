@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+from bapo.tasks.answers import AnswerIn
 from bapo.tasks.files import rows_of
 from bapo.tasks.problems import BadRows, Boxed, Problems
 from bapo.tasks.rows import BadRowError, Row, member, text
@@ -16,6 +17,7 @@ def verl_format(
     train: str | None = None,
     test: str | None = None,
     mode: Mode = "math",
+    answer_in: AnswerIn = "box",
     other_turns: OtherTurns = "refuse",
     instruction: str = "",
     bad_rows: BadRows = "refuse",
@@ -25,7 +27,8 @@ def verl_format(
     """The task. train, test: a Parquet, JSONL or JSON file each; without one there is no such split.
 
     The last user turn is the question. other_turns: a row with turns besides it, such as a system turn, is a bad row (refuse),
-    or loses them (drop); a system turn for all rows is rollout.prompt.system. instruction: most such files have one already.
+    or loses them (drop); a system turn for all rows is rollout.prompt.system. answer_in: where the prompts ask for the answer:
+    in a box, or after `####`, as those that verl makes of GSM8K. instruction: most such files have one already.
     """
     if other_turns not in get_args(OtherTurns):
         raise ValueError(f"task.other_turns is {other_turns!r}; it must be one of {', '.join(get_args(OtherTurns))}")
@@ -39,7 +42,7 @@ def verl_format(
         rows=rows_of(train, test),
         columns=["prompt", "reward_model"],
         parse=parse,
-        judge=Boxed(mode),
+        judge=Boxed(mode, answer_in),
         instruction=instruction,
         bad_rows=bad_rows,
         sizes={"train": train_size, "test": test_size},
