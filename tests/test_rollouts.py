@@ -213,6 +213,13 @@ def test_what_could_not_be_verified_counts_as_zero_and_apart(tokenizer):
     with pytest.raises(ValueError, match="the task gave 1 rewards for 16 responses"):
         collect(engine, tokenizer, task=Short())
 
+    class OneByOne(Echo):
+        def verify(self, prompt, response):
+            return 1.0
+
+    with pytest.raises(ValueError, match=r"the task's verify gives 1.0; it takes a batch and must give a list"):
+        collect(engine, tokenizer, task=OneByOne())
+
 
 def test_terms_add_to_the_reward_and_are_logged_by_name(tokenizer):
     engine = ScriptedEngine(right_if(lambda r: r.sample_index == 0, tokenizer))

@@ -214,7 +214,9 @@ def test_a_run_whose_head_goes_stale_stops_in_the_same_round(tied, tokenizer, tm
     overrides += ["rollout.max_attempts=20", "callbacks.checkpoint.every_n_updates=1000"]
     monkeypatch.setattr(VLLMRollouts, "__call__", lambda self, **load: engine)
     monkeypatch.setattr(engine, "close", lambda: None)
-    monkeypatch.setattr("bapo.tasks.digit_ops.DigitOps.verify", lambda self, prompt, response: len(response) % 2)
+    monkeypatch.setattr(
+        "bapo.tasks.digit_ops.DigitOps.verify", lambda self, prompts, responses: [len(r) % 2 for r in responses]
+    )
     monkeypatch.setattr(
         RolloutDataModule, "rest_engine", lambda self: monkeypatch.setattr(engine, "_rpc", without_repack(engine))
     )

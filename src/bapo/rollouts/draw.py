@@ -68,6 +68,8 @@ def judge(
     """A sample for each (prompt, rollout), in order; the task sees all of them at once."""
     texts: list[Any] = [tokenizer.decode(list(r.response_ids), skip_special_tokens=True) for _, r in asked]
     rewards: Sequence[Any] = task.verify([prompt for prompt, _ in asked], texts)
+    if not isinstance(rewards, Sequence):
+        raise ValueError(f"the task's verify gives {rewards!r}; it takes a batch and must give a list, a reward per response")
     if len(rewards) != len(asked):
         raise ValueError(f"the task gave {len(rewards)} rewards for {len(asked)} responses; it must give as many")
     judged = []
