@@ -47,7 +47,7 @@ from bapo.warm_start import WarmStart
 
 CONF = REPOSITORY / "conf"
 OVERLAYS = ("experiment", "sweep")
-ADDED = (*OVERLAYS, "lora")  # groups that no default list chooses from
+ADDED = (*OVERLAYS, "lora", "partial", "replay")  # groups that no default list chooses from
 
 
 def composed(*overrides: str) -> DictConfig:
