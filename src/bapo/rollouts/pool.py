@@ -44,7 +44,11 @@ class Pool:
         partial = tensors.with_suffix(".partial")
         save_file({f.name: getattr(self.batch, f.name).contiguous() for f in fields(Batch)}, str(partial))
         os.replace(partial, tensors)
-        save_groups(self.carried, _carried_path(folder, self.meta["round"]))
+        if self.carried:
+            save_groups(self.carried, _carried_path(folder, self.meta["round"]))
+        else:  # what a round that was begun before and not completed has left
+            for suffix in (".json", ".safetensors"):
+                _carried_path(folder, self.meta["round"]).with_suffix(suffix).unlink(missing_ok=True)
         partial = header.with_suffix(".partial")
         partial.write_text(json.dumps({**self.meta, "rows": self.rows}, indent=1) + "\n")
         os.replace(partial, header)
