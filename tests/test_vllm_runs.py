@@ -87,13 +87,13 @@ def test_a_run_is_stopped_by_a_signal_resumed_and_finished(start, cache_dir, tmp
     os.killpg(first.pid, signal.SIGINT)
     assert first.wait(120) == 128 + signal.SIGINT, screen.read_text()[-3000:]
     assert json.loads((run / "status.json").read_text())["status"] == "interrupted"
-    assert wait_for(lambda: session(first.pid) == [], 10, screen)
+    assert wait_for(lambda: session(first.pid) == [], 60, screen)
     assert list((tmp_path / "sync").iterdir()) == []
 
     second = start(f"resume={run}")
     assert second.wait(300) == 0, screen.read_text()[-3000:]
     assert json.loads((run / "status.json").read_text())["status"] == "finished"
-    assert wait_for(lambda: session(second.pid) == [], 10, screen)
+    assert wait_for(lambda: session(second.pid) == [], 60, screen)
     assert list((tmp_path / "sync").iterdir()) == []
     drawn = [row for row in rows(run) if row.get("mismatch/probe_max_diff")]
     assert [row["rollout/round"] for row in drawn] == [str(index) for index in range(6)]
@@ -110,7 +110,7 @@ def test_no_process_outlives_a_killed_run(start, cache_dir, tmp_path, number, co
     assert len(session(process.pid)) >= 3  # the trainer, vLLM's core and its worker
     process.send_signal(number)
     assert process.wait(120) == code, screen.read_text()[-3000:]
-    assert wait_for(lambda: session(process.pid) == [], 10, screen)
+    assert wait_for(lambda: session(process.pid) == [], 60, screen)
 
 
 def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(start, cache_dir, tmp_path):
@@ -125,7 +125,7 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(start, cache_dir, tm
     assert json.loads((run / "status.json").read_text())["status"] == "failed"
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert checkpoint.name == f"update={int(float(rows(run)[-1]['trainer/global_step'])):06d}.ckpt"
-    assert wait_for(lambda: session(process.pid) == [], 10, screen)
+    assert wait_for(lambda: session(process.pid) == [], 60, screen)
 
 
 def test_the_experiment_on_qwen3_runs_here_but_for_its_model_and_data(byte_model, tmp_path, monkeypatch):
@@ -150,4 +150,4 @@ def test_no_process_outlives_a_run_killed_while_its_engine_starts(start, cache_d
     wait_for(lambda: [p for p in session(process.pid) if "EngineCore" in " ".join(p.cmdline())], 300, tmp_path / "screen.log")
     process.kill()
     process.wait()
-    assert wait_for(lambda: session(process.pid) == [], 10, tmp_path / "screen.log")
+    assert wait_for(lambda: session(process.pid) == [], 60, tmp_path / "screen.log")
