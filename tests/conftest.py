@@ -12,7 +12,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import open_dict
+from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
 from bapo.policy.tiny_qwen3 import tiny_qwen3
@@ -66,17 +66,19 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def run_experiment(folder: Path, *overrides: str) -> dict[str, float]:
-    """What `python train.py OVERRIDES` does in run folder `folder`, in this process."""
+def run_experiment(
+    folder: Path, *overrides: str, config: str = "train", entry: Callable[[DictConfig], dict[str, float]] = run
+) -> dict[str, float]:
+    """What `python train.py OVERRIDES` does in run folder `folder`, in this process; or another `entry` with its `config`."""
     register_resolvers()
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        cfg = compose("train", overrides=[*overrides], return_hydra_config=True)
+        cfg = compose(config, overrides=[*overrides], return_hydra_config=True)
     with open_dict(cfg):
         cfg.hydra.runtime.output_dir = str(folder)
         cfg.hydra.job.num = 0
         HydraConfig.instance().set_config(cfg)
         del cfg["hydra"]
-    return run(cfg)
+    return entry(cfg)
 
 
 class ScriptedEngine:

@@ -28,14 +28,14 @@ from bapo.benchmark.run import EVALUATE, run
 from bapo.benchmark.words import check_words, spelled_out
 from bapo.cli import explain
 from bapo.contracts import EngineError
-from bapo.evaluation.folder import SAMPLES, held, read_samples, write_samples
+from bapo.evaluation.folder import SAMPLES, read_samples, write_samples
 from bapo.export import export
 from bapo.job import build
 from bapo.policy.tiny_qwen3 import tiny_qwen3
 from bapo.policy.tokenizer import character_tokenizer
 from bapo.rollouts.hf import HFEngine
 from bapo.rollouts.seeds import derive_seed
-from bapo.run_folder import register_resolvers
+from bapo.run_folder import locked, register_resolvers
 from bapo.tasks.digit_ops import DigitOps
 from bapo.types import Prompt
 
@@ -205,7 +205,7 @@ def test_two_calls_at_once_are_refused(small, monkeypatch) -> None:
     (plan,) = planned(*small)
     forbid_loading(monkeypatch)
     with (
-        held(plan.folder),
+        locked(plan.folder, ".lock", "evaluation folder", "the same evaluation is going on"),
         pytest.raises(ValueError, match=r"evaluation folder '.*' is in use: the same evaluation is going on"),
     ):
         run(composed(*small))

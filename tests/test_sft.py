@@ -20,8 +20,7 @@ import test_configs as configs
 import torch
 from conftest import REPOSITORY, ScriptedEngine, run_experiment
 from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 from test_configs import byte_model, shrunk  # noqa: F401 - a fixture
 from test_readme import commands
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,13 +58,7 @@ def composed(*overrides: str) -> DictConfig:
 
 def fine_tune(folder: Path, *overrides: str) -> dict[str, float]:
     """What `python sft.py OVERRIDES` does in run folder `folder`, in this process."""
-    cfg = composed(*overrides)
-    with open_dict(cfg):
-        cfg.hydra.runtime.output_dir = str(folder)
-        cfg.hydra.job.num = 0
-        HydraConfig.instance().set_config(cfg)
-        del cfg["hydra"]
-    return run(cfg)
+    return run_experiment(folder, *overrides, config="sft", entry=run)
 
 
 @pytest.fixture(scope="module")

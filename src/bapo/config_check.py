@@ -179,6 +179,11 @@ def _unknown(key: str, siblings: set[str], known: set[str]) -> str:
     return f"unknown key {key!r}" + (f"; nearest: {near!r}" if near else "") + f"; known here: {', '.join(sorted(siblings))}"
 
 
+def task_at(message: str, key: str) -> str:
+    """`message` of a task, which says `task.path` of a field wherever it stands, with the field's name at `key` of a config."""
+    return re.sub(r"(?<![\w.])task\.(?=\w)", f"{key}.", message)
+
+
 def check_hydra_keys(overrides: Iterable[str]) -> None:
     """Hydra refuses an unknown `hydra.x=1` by itself, but would take `+hydra.x=1` and never use it. Raises ValueError."""
     for override in overrides:

@@ -145,10 +145,10 @@ def build(cfg: DictConfig, entry: Entry) -> dict[str, Any]:
 
 
 def _placed(message: str, at: str) -> str:
-    """`message` of what was built at the key `at`. A task says `task.path` of a field, wherever in a config it stands."""
+    """`message` of what was built at the key `at`."""
     group = at.split(".")[0]
     if re.search(r"(?<![\w.])task[.=]", message):
-        return message if group == "task" else re.sub(r"(?<![\w.])task\.(?=\w)", f"{at}.", message)
+        return message if group == "task" else config_check.task_at(message, at)
     return message if message.startswith(group) else f"{at}.{message}"
 
 

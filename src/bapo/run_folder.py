@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -101,6 +101,25 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 
 
 @contextmanager
+def locked(folder: Path, file: str, what: str, busy: str) -> Iterator[TextIO]:
+    """Makes the folder and keeps other processes out of it while open, by a lock on its `file`, which is open to append.
+
+    Raises ValueError if the folder cannot be made, or, for the reason `busy`, if a process is in it. what: it is, for messages.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / file).open("a")
+    except OSError as error:
+        raise ValueError(f"{what} {str(folder)!r} cannot be written: {error.strerror}") from error
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when its holder dies
+        except OSError as error:
+            raise ValueError(f"{what} {str(folder)!r} is in use: {busy}") from error
+        yield handle
+
+
+@contextmanager
 def open_run_folder(folder: Path, cfg: DictConfig, resume: bool, script: str = "train.py") -> Iterator[None]:
     """Makes the folder, writes config.yaml and provenance.json, and keeps other processes out of it while open.
 
@@ -110,21 +129,12 @@ def open_run_folder(folder: Path, cfg: DictConfig, resume: bool, script: str = "
     if not is_main_process():
         yield
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        commands = (folder / "commands.log").open("a")
-    except OSError as error:
-        raise ValueError(f"run folder {str(folder)!r} cannot be written: {error.strerror}") from error
-    with commands:
-        try:
-            fcntl.flock(commands, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when its holder dies
-        except OSError as error:
-            raise ValueError(f"run folder {str(folder)!r} is in use: a run is going on in it") from error
+    with locked(folder, "commands.log", "run folder", "a run is going on in it") as commands:
         if not resume and (folder / "config.yaml").exists():
             again = resume_command(folder, script)
             raise ValueError(f"run folder {str(folder)!r} holds a run already; to go on with it: {again}")
         print(datetime.now().isoformat(timespec="seconds"), redact(" ".join(sys.argv)), file=commands, flush=True)
-        _replace(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
+        replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
         if not resume:
             (folder / "provenance.json").write_text(json.dumps(provenance(), indent=1) + "\n")
         yield
@@ -179,12 +189,13 @@ def write_status(folder: Path, status: str, **facts: Any) -> None:
     if not is_main_process():
         return
     facts = {"status": status, "time": datetime.now().isoformat(timespec="seconds"), **facts}
-    _replace(folder / "status.json", json.dumps(facts, indent=1) + "\n")
+    replace_text(folder / "status.json", json.dumps(facts, indent=1) + "\n")
 
 
-def _replace(target: Path, text: str) -> None:
+def replace_text(target: Path, text: str) -> None:
+    """The file as a whole, or as it was."""
     partial = target.with_suffix(".partial")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, target)
 
 

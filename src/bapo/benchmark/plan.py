@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from bapo.benchmark.policy import PolicySource, find_policy, of_task
+from bapo.config_check import task_at
 from bapo.contracts import Task
 from bapo.evaluation import check_readable
 from bapo.evaluation.folder import task_name
@@ -119,7 +120,7 @@ def named(benchmark: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        message = re.sub(r"(?<![\w.])task\.(?=\w)", f"benchmark.{benchmark}.", str(error))
+        message = task_at(str(error), f"benchmark.{benchmark}")
         if message == str(error):
             raise
         raise ValueError(message) from error

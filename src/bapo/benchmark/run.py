@@ -24,8 +24,9 @@ from bapo.evaluation import folder as files
 from bapo.evaluation.scoring import Scored, metrics, scored_chunks
 from bapo.job import Entry, build
 from bapo.process import exit_on_sigterm, hush
+from bapo.rollouts.probe import PROMPTS
 from bapo.rollouts.ranks import Ranks
-from bapo.run_folder import is_main_process, provenance, redact
+from bapo.run_folder import is_main_process, locked, provenance, redact
 from bapo.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -114,10 +115,9 @@ def _finish(todo: Sequence[Plan], parts: Mapping[str, Any]) -> None:
     with ExitStack() as locks:
         if is_main_process():
             for plan in todo:
-                locks.enter_context(files.held(plan.folder))
-                files.write_samples(
-                    plan.folder, files.read_samples(plan.folder, plan.samples)
-                )  # without what a kill left unfinished
+                locks.enter_context(locked(plan.folder, ".lock", "evaluation folder", "the same evaluation is going on"))
+                # Without what a kill left unfinished.
+                files.write_samples(plan.folder, files.read_samples(plan.folder, plan.samples))
         try:
             for _, same in itertools.groupby(todo, key=lambda plan: plan.source.fingerprint):
                 _finish_policy(list(same), parts)
@@ -135,7 +135,7 @@ def _finish_policy(same: Sequence[Plan], parts: Mapping[str, Any]) -> None:
     seconds = dict.fromkeys((plan.benchmark for plan in same), 0.0)
     if waiting := [plan for plan in same if _rest(plan)]:
         source, first = waiting[0].source, waiting[0]
-        prompts = [first.prompt_format.encode(first.tokenizer, problem) for problem in first.problems]
+        prompts = [first.prompt_format.encode(first.tokenizer, problem) for problem in first.problems[:PROMPTS]]
         # As in training the engine comes before the other ranks: they are told where a server is.
         with started(source, parts["rollout"], first.dtype) as engine, launched(parts["devices"]) as ranks:
             served(engine, source, first.dtype, parts["rollout"], prompts, int(first.tokenizer.pad_token_id), ranks)
@@ -149,9 +149,9 @@ def _finish_policy(same: Sequence[Plan], parts: Mapping[str, Any]) -> None:
                 files.write_result(plan.folder, result_of(plan, seconds[plan.benchmark]))
 
 
-def _rest(plan: Plan) -> list[Prompt]:
-    """The problems that are not finished, in order."""
-    done = {one.uid for one in files.read_samples(plan.folder, plan.samples)}
+def _rest(plan: Plan, scored: Sequence[Scored] | None = None) -> list[Prompt]:
+    """The problems that are not finished, in order. scored: what its file holds; None: read it."""
+    done = {one.uid for one in (files.read_samples(plan.folder, plan.samples) if scored is None else scored)}
     return [problem for problem in plan.problems if problem.uid not in done]
 
 
@@ -160,7 +160,7 @@ def _draw(plan: Plan, engine: RolloutEngine, ranks: Ranks, problems_per_draw: in
     scored = files.read_samples(plan.folder, k)
     if scored:
         log.info("%s: %d of %d problems were finished before", plan.benchmark, len(scored) // k, count)
-    rest, sampling = _rest(plan), plan.sampling
+    rest, sampling = _rest(plan, scored), plan.sampling
     ranks.gather(None)  # nobody writes before everybody has read
     chunks = scored_chunks(
         engine, plan.task, plan.tokenizer, plan.prompt_format, rest, sampling, k, plan.seed, ranks, problems_per_draw

@@ -16,7 +16,7 @@ from bapo.contracts import RolloutEngine
 from bapo.policy.causal_lm import DTYPES, CausalLMPolicy, load_model
 from bapo.process import known_to_children
 from bapo.rollouts.collector import RolloutOptions
-from bapo.rollouts.probe import PROMPTS, TOLERANCE, check_probe, probe
+from bapo.rollouts.probe import TOLERANCE, check_probe, probe
 from bapo.rollouts.ranks import Ranks
 from bapo.types import Batch, SamplingParams, Scores
 
@@ -87,7 +87,7 @@ def served(
         policy = CausalLMPolicy(load_model(source.folder(), dtype, **source.load))
         engine.load_weights(policy.named_weights(), version)
         plain = SamplingParams(temperature=1.0, max_tokens=rollout.sampling.max_tokens)
-        return probe(engine, _Scorer(policy), prompts[:PROMPTS], plain, pad_id)  # type: ignore[arg-type]
+        return probe(engine, _Scorer(policy), prompts, plain, pad_id)  # type: ignore[arg-type]
 
     found = max(ranks.gather_from(work))
     check_probe(found, rollout.probe_tolerance or max(TOLERANCE[DTYPES[dtype]], TOLERANCE[engine.dtype]), 1.0, version)

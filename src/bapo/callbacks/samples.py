@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import lightning as L
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from bapo.rollouts.ranks import Ranks
-from bapo.run_folder import SAMPLES
+from bapo.run_folder import SAMPLES, replace_text
 
 
 class Samples(L.Callback):
@@ -54,9 +53,7 @@ def keep_before(file: Path, round_index: int) -> None:
         return
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["round"] < round_index]
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    os.replace(partial, file)
+    replace_text(file, "".join(kept))
 
 
 def show(logger: Logger, rows: Sequence[Mapping[str, Any]]) -> None:

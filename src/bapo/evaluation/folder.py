@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,22 +20,6 @@ SHORT = {
     "unverified_frac": "unverified",
 }  # fmt: skip
 """Metrics in the head of a table."""
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Makes the folder and keeps other processes out of it while open: ValueError if one is in it, or it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise ValueError(f"evaluation folder {str(folder)!r} cannot be written: {error.strerror}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when its holder dies
-        except OSError as error:
-            raise ValueError(f"evaluation folder {str(folder)!r} is in use: the same evaluation is going on") from error
-        yield
 
 
 def read_samples(folder: Path, samples: int) -> list[Scored]:
