@@ -142,8 +142,8 @@ def test_the_last_span_asks_for_what_is_left_only(tokenizer):
 @pytest.mark.parametrize(("version", "limit", "dropped"), [(7, 2, [4]), (7, 0, [4, 5, 6]), (7, None, [])])
 def test_what_is_too_old_is_given_up_whole(tokenizer, version, limit, dropped):
     engine = SpanEngine(lambda r: 6 if r.sample_index else 2, tokenizer.eos_token_id)
-    partial = PartialRollouts(tokens_per_round=4, max_age=limit)
-    made = collector(engine, tokenizer, Length(), partial, prompts_per_round=1)
+    made = collector(engine, tokenizer, Length(), PartialRollouts(tokens_per_round=4), prompts_per_round=1)
+    made.max_age = limit
     carried: list[Group] = []
     for at, old in enumerate((4, 5, 6, 7)):
         engine.load_weights([], old)
@@ -161,6 +161,9 @@ def test_what_is_too_old_is_given_up_whole(tokenizer, version, limit, dropped):
     assert kept == [v for v in (4, 5, 6, 7) if v not in dropped]
     assert pool.meta["metrics"]["partial/dropped_groups"] == len(dropped)
     assert pool.meta["metrics"]["partial/dropped_length_mean"] == (3 if dropped else 0)  # (2 + 4) / 2
+    # Of a group given up one response was finished: two tokens, a text and EOS, for which `Length` gives its length.
+    text = tokenizer.decode([2], skip_special_tokens=True)
+    assert pool.meta["metrics"].get("partial/dropped_reward_mean") == (len(text) if dropped else None)
 
 
 def Group_of(made: Collector, position: int, engine) -> Group:
@@ -212,11 +215,12 @@ def test_every_group_begun_is_trained_filtered_dropped_lost_or_pending(tokenizer
         engine,
         tokenizer,
         Length(),
-        PartialRollouts(tokens, max_spans, max_age),
+        PartialRollouts(tokens, max_spans),
         prompts_per_round=5,
         group_size=3,
         max_attempts=20,
     )
+    made.max_age = max_age
     before, carried, seen = {}, (), Counter()
     fate: Counter[str] = Counter()
     for round_index in range(4):
@@ -224,7 +228,7 @@ def test_every_group_begun_is_trained_filtered_dropped_lost_or_pending(tokenizer
         try:
             pool = made.collect(round_index, before, VersionPolicy(4 * round_index), 3, Ranks(), carried)
         except RuntimeError:  # a round is never empty in silence
-            assert max_spans is not None or loses
+            assert max_spans is not None or max_age is not None or loses
             return
         metrics = pool.meta["metrics"]
         trained = {uid for uid, _, _ in pool.rows}
@@ -312,7 +316,7 @@ def test_a_budget_that_no_response_exceeds_is_refused(small, tmp_path):
         run_experiment(tmp_path, *small, "rollout.partial.tokens_per_round=10")
     for bad, message in (
         ("tokens_per_round=0", "tokens_per_round is 0; it must be >= 1"),
-        ("max_age=-1", "max_age is -1; it must be >= 0"),
+        ("max_spans=0", "max_spans is 0; it must be >= 1"),
     ):
         with pytest.raises(ValueError, match=message):
             run_experiment(tmp_path, *small, f"rollout.partial.{bad}")

@@ -112,6 +112,7 @@ def test_what_is_counted_agrees_with_what_is_logged_and_with_the_tokens(uninterr
         assert record.by_side[0, 0, 1] / tokens == pytest.approx(row["policy/clip_frac_low"], abs=1e-12)
         assert record.by_side[0].sum() / tokens == pytest.approx(row["policy/negative_token_frac"], abs=1e-12)
         assert record.entropy_by_ratio.sum() / tokens == pytest.approx(row["policy/entropy"], rel=1e-6)
+        assert record.ages.tolist() == [[row["staleness/max"], tokens]]
         batch = load_pool(uninterrupted / "rounds", record.round).batch.select(torch.from_numpy(record.rows[:, 1]).long())
         mask = batch.response_mask
         behaviour = batch.behaviour_logprobs[mask].numpy()
@@ -187,6 +188,7 @@ def small_record(step: int = 1, world: int = 1, rows: int = 2, start: int = 0) -
     places = np.stack([np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32) + start], axis=1)
     return UpdateRecord(
         facts, places, lengths, np.array([rows], np.int32), np.array([[0.8, 1.2]]), -tokens, tokens,
+        np.array([[start, 2], [7, 1]]),
         np.full((3, 3, 2), start), np.full((3, 24, 41), start, np.int32), np.full(41, float(start)),
     )  # fmt: skip
 
@@ -201,6 +203,7 @@ def test_the_files_of_all_ranks_become_one_update(tmp_path):
     assert record.rows[:, 1].tolist() == [1, 2, 10, 11]
     assert record.entropy.tolist() == [1, 2, 3, 10, 11, 12]
     assert record.micro_batches.tolist() == [2, 2]
+    assert record.ages.tolist() == [[1, 2], [7, 1], [10, 2], [7, 1]]
     assert (record.by_side == 11).all()
     assert (record.entropy_by_ratio == 11).all()
     assert record.entropy_of_rows().tolist() == [1, 5, 10, 23]
@@ -354,7 +357,10 @@ def test_the_parts_of_an_update_make_its_record():
         output = loss(inputs, bounds(0.7, 1.3), torch.tensor(9))
         parts.append(micro.seen(rows, inputs, part.behaviour_entropy, bounds(0.7, 1.3), output))
     assert not any(part.inputs.logprobs.requires_grad for part in parts)
+    batch.policy_version[batch.response_mask] = torch.tensor([6, 4, 4, 2]).repeat(99)[: int(batch.response_mask.sum())]
     record = record_of(MiniBatch(batch, {}, places), parts, {"step": 7})
+    versions = batch.policy_version[batch.response_mask].tolist()
+    assert record.ages.tolist() == [[0, versions.count(6)], [2, versions.count(4)], [4, versions.count(2)]]
     assert record.rows.tolist() == [[3, 14], [2, 0], [3, 10], [3, 11], [3, 13]]
     order = torch.tensor([4, 2, 0, 1, 3])
     assert record.lengths.tolist() == batch.response_mask.sum(dim=1)[order].tolist()

@@ -63,7 +63,7 @@ def test_newest_first_takes_earlier_rounds_only_when_the_later_one_is_used_up():
 @pytest.mark.parametrize(("limit", "rounds"), [(None, {3, 4}), (20, {3, 4}), (19, {4}), (10, {4}), (9, set()), (0, set())])
 def test_groups_that_are_too_old_are_left_out(limit, rounds):
     own, older = pool(5), [pool(3), pool(4)]
-    found = uids(Replay(groups=99, rounds=2, max_age=limit).add(own, older, 1))[4:]
+    found = uids(Replay(groups=99, rounds=2).add(own, older, 1, limit))[4:]
     assert {int(uid[1]) for uid in found} == rounds
 
 
@@ -71,7 +71,7 @@ def test_a_group_is_as_old_as_its_oldest_token():
     own, mixed = pool(5), pool(4, groups=2)
     first = mixed.batch.response_mask[0].nonzero()[0]
     mixed.batch.policy_version[0, first] = 20
-    found = uids(Replay(groups=99, max_age=10).add(own, [mixed], 1))[4:]
+    found = uids(Replay(groups=99).add(own, [mixed], 1, 10))[4:]
     assert found == ["p4-1@0"]
 
 
@@ -88,7 +88,6 @@ def test_rounds_before_the_first_are_none():
     [
         ({"groups": 0}, r"schedule.replay.groups is 0; it must be >= 1"),
         ({"groups": 1, "rounds": 0}, r"schedule.replay.rounds is 0; it must be >= 1"),
-        ({"groups": 1, "max_age": -1}, r"schedule.replay.max_age is -1; it must be >= 0"),
         ({"groups": 1, "order": "old"}, r"schedule.replay.order is 'old'; it must be one of uniform, newest"),
     ],
 )
@@ -116,3 +115,15 @@ def test_a_run_replays_and_says_how_old_its_data_are(cache_dir, tmp_path, monkey
     filed = load_pool(tmp_path / "rounds", 1)
     assert filed is not None
     assert all("replay" not in name for name in filed.meta["metrics"])  # a pool's file is what was drawn
+
+
+@pytest.mark.parametrize(("bound", "oldest"), [(None, 11), (11, 11), (10, 7), (7, 7), (6, 3), (3, 3)])
+def test_no_token_is_older_than_max_staleness(bound, oldest, cache_dir, tmp_path, monkeypatch):
+    """Four updates a round, groups of the two rounds before: 0 to 3, 4 to 7 and 8 to 11 updates old."""
+    monkeypatch.setattr("bapo.run.write_report", lambda folder: folder / "report.html")
+    small = (*SMALL, f"policy.warm_start.cache_dir={cache_dir}", "callbacks.evaluate=null", "trainer.max_rounds=3")
+    replay = ("+replay=uniform", "schedule.replay.groups=99", "schedule.replay.rounds=2")
+    run_experiment(tmp_path, *small, *replay, f"schedule.max_staleness={bound if bound is not None else 'null'}")
+    with (tmp_path / "metrics.csv").open() as file:
+        ages = [float(row["staleness/max"]) for row in csv.DictReader(file) if row.get("staleness/max")]
+    assert max(ages) == oldest

@@ -22,6 +22,7 @@ from bapo.evaluation.folder import add_samples
 from bapo.evaluation.folder import read_samples as kept_samples
 from bapo.evaluation.scoring import Scored
 from bapo.module import BapoModule
+from bapo.rollouts.pool import load_pool
 from bapo.rollouts.schedule import Schedule
 
 
@@ -134,7 +135,11 @@ def test_the_callback_changes_nothing_and_null_leaves_it_out(small, tmp_path) ->
     assert (tmp_path / "with" / "metrics.csv").read_bytes() == (tmp_path / "without" / "metrics.csv").read_bytes()
 
 
-def test_wandb_has_a_table_and_tensorboard_a_text_of_every_round(small, tmp_path, monkeypatch) -> None:
+def tokens_of_rounds(folder: Path, rounds: int) -> list[int]:
+    return [int(load_pool(folder / "rounds", n).batch.response_mask.sum()) for n in range(rounds)]  # type: ignore[union-attr]
+
+
+def test_wandb_has_a_table_and_tensorboard_a_text_of_every_round_and_both_the_ages(small, tmp_path, monkeypatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -148,12 +153,19 @@ def test_wandb_has_a_table_and_tensorboard_a_text_of_every_round(small, tmp_path
     tables = [row for row in history if any(key.startswith("samples") for key in row)]
     assert [row["trainer/global_step"] for row in tables] == ["0", "4"]
     assert sum("policy/loss" in row for row in history) == 8  # the tables dropped no row of the metrics
+    ages = [row["staleness/histogram/values"] for row in history if row.get("staleness/histogram/bins") == "[-0.5,0.5]"]
+    assert ages == [f"[{tokens}]" for tokens in tokens_of_rounds(tmp_path, 2)]  # every token, at its first update
     files = tmp_path.glob("wandb/offline-run-*/files/media/table/samples*.json")
     contents = [json.loads(file.read_text()) for file in files]
     shown = [dict(zip(table["columns"], line, strict=True)) for table in contents for line in table["data"]]
     assert sorted(map(json.dumps, shown)) == sorted(map(json.dumps, rows))
 
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0}).Reload()
+    shown = events.Histograms("staleness/histogram")
+    assert [(event.step, event.histogram_value.num) for event in shown] == list(
+        zip((0, 4), tokens_of_rounds(tmp_path, 2), strict=True)
+    )
+    assert [(event.histogram_value.min, event.histogram_value.max) for event in shown] == [(0, 0)] * 2  # as they are drawn
     texts = events.Tensors("samples/text_summary")
     assert [event.step for event in texts] == [0, 4]
     said = texts[1].tensor_proto.string_val[0].decode()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -102,6 +104,22 @@ def test_drawing_beside_the_training_changes_nothing_but_the_time(lag, extra, sm
     assert "time/wait" in timing
 
 
+@pytest.mark.slow
+def test_two_ranks_draw_beside_their_training_and_change_nothing_but_the_time(small, tmp_path):
+    partial = ("+partial=default", "rollout.partial.tokens_per_round=3", "rollout.max_attempts=6")
+    two = (*small, *partial, "trainer.devices=2", "trainer.strategy=ddp", "schedule.lag=1", "trainer.max_rounds=4")
+    for folder, overlap in (("after", "false"), ("beside", "true")):
+        command = [sys.executable, str(REPOSITORY / "train.py"), *two, f"schedule.overlap={overlap}"]
+        done = subprocess.run(
+            [*command, f"hydra.run.dir={tmp_path / folder}"],
+            cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "beside" / "metrics.csv").read_text() == (tmp_path / "after" / "metrics.csv").read_text()
+    assert "time/wait" in (tmp_path / "beside" / "timing.csv").read_text()
+    assert len([row for row in rows(tmp_path / "beside") if "policy/loss" in row]) == 16
+
+
 def test_a_run_that_draws_beside_its_training_stops_and_goes_on(small, tmp_path, monkeypatch):
     lagging = (*small, "schedule.lag=1", "schedule.overlap=true", "trainer.max_rounds=4")
     run_experiment(tmp_path / "whole", *lagging)
@@ -161,6 +179,14 @@ def test_a_snapshot_scores_as_the_policy_did_and_leaves_it_alone(small, tmp_path
     monkeypatch.setattr(BapoModule, "log_row", look)
     run_experiment(tmp_path, *small, "trainer.max_rounds=1")
     assert seen["done"]
+
+
+@pytest.mark.parametrize(("lag", "bound", "least"), [(0, 2, 3), (2, 10, 11), (4, 18, 19)])
+def test_a_bound_that_the_schedule_itself_breaks_is_refused(lag, bound, least):
+    with pytest.raises(ValueError, match=rf"schedule.max_staleness is {bound}; it must be >= {least}"):
+        Schedule(2, 2, lag, max_staleness=bound)
+    assert Schedule(2, 2, lag, max_staleness=least).max_age == 0
+    assert Schedule(2, 2, lag).max_age is None
 
 
 def test_overlap_without_lag_is_refused():

@@ -12,8 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import REPOSITORY, run_experiment
 from test_configs import byte_model  # noqa: F401 - a fixture
+
+from bapo.records.files import load_update
+from bapo.rollouts.pool import load_pool
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("vllm")
@@ -126,6 +130,42 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(start, cache_dir, tm
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert checkpoint.name == f"update={int(float(rows(run)[-1]['trainer/global_step'])):06d}.ckpt"
     assert wait_for(lambda: session(process.pid) == [], 60, screen)
+
+
+def test_a_run_that_draws_beside_its_training_has_the_data_of_one_that_does_not(cache_dir, tmp_path):
+    """Partial rollouts, a lag of one round: both sides agree on every token by the weights of the version that it has."""
+    common = (
+        *VLLM,
+        f"policy.warm_start.cache_dir={cache_dir}",
+        "callbacks.evaluate=null",
+        "optimizer.lr=0.003",
+        "schedule.lag=1",
+    )
+    common += ("trainer.max_rounds=5", "+partial=default", "rollout.partial.tokens_per_round=3", "rollout.max_attempts=6")
+    run_experiment(tmp_path / "after", *common)
+    run_experiment(tmp_path / "beside", *common, "schedule.overlap=true")
+    assert "time/wait" in (tmp_path / "beside" / "timing.csv").read_text()
+    assert "time/wait" not in (tmp_path / "after" / "timing.csv").read_text()
+    spans: set[int] = set()
+    for n in range(5):
+        pool, other = load_pool(tmp_path / "beside" / "rounds", n), load_pool(tmp_path / "after" / "rounds", n)
+        assert pool.rows == other.rows
+        batch, mask = pool.batch, pool.batch.response_mask
+        assert torch.equal(batch.input_ids, other.batch.input_ids)
+        assert torch.equal(batch.policy_version, other.batch.policy_version)
+        assert pool.meta["policy_version"] == max(0, 4 * (n - 1))  # of lag 1
+        assert set(batch.policy_version[mask].tolist()) <= {0, *range(4, pool.meta["policy_version"] + 1, 4)}
+        # The trainer's weights of a version and vLLM's agree on every token that has this version, whatever its span.
+        assert (batch.behaviour_logprobs - batch.sampler_logprobs)[mask].abs().max() < 1e-3
+        for row, here in zip(batch.policy_version, mask, strict=True):
+            assert row[here].tolist() == sorted(row[here].tolist())
+            spans.add(len(set(row[here].tolist())))
+    assert max(spans) >= 2
+    trained = [row for row in rows(tmp_path / "beside") if row.get("policy/loss")]
+    assert max(float(row["policy/ratio_max"]) for row in trained) > 1.1  # the versions differ by more than the two sides do
+    for update, row in enumerate(trained):
+        assert float(row["staleness/max"]) == max(load_update(tmp_path / "beside" / "updates", update + 1).ages[:, 0])
+        assert float(row["staleness/max"]) >= update % 4 + 4 * min(1, update // 4)
 
 
 def test_the_experiment_on_qwen3_runs_here_but_for_its_model_and_data(byte_model, tmp_path, monkeypatch):

@@ -96,6 +96,7 @@ _TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
     ("partial/pending_groups", "groups that wait for their responses to be finished", "groups", "global"),
     ("partial/dropped_groups", "groups given up: too many spans, or too old", "groups", "global"),
     ("partial/dropped_length_mean", "mean length so far of the responses given up; 0 if none", "tokens", "global"),
+    ("partial/dropped_reward_mean", "mean reward of those that were finished; absent if none", "reward", "global"),
     ("partial/trained_length_mean", "mean length of the responses to train on", "tokens", "global"),
     ("partial/spans_mean", "mean number of spans of the responses to train on", "spans", "global"),
     ("partial/spans_max", "largest number of spans of a response to train on", "spans", "global"),

@@ -82,7 +82,9 @@ def _build_training(job: Job, at_the_end: ExitStack) -> Training:
         reference,
     )
     tokenizer = load_tokenizer(path, **policy.source)
-    collector = Collector(engine, parts["task"], tokenizer, parts["advantage"], rollout, parts["seed"], parts["reward"])
+    collector = Collector(
+        engine, parts["task"], tokenizer, parts["advantage"], rollout, parts["seed"], parts["reward"], schedule.max_age
+    )
     precisions = [DTYPES[policy.dtype], engine.dtype, torch.bfloat16 if options.precision == "bf16-mixed" else torch.float32]
     tolerance = rollout.probe_tolerance or max(TOLERANCE[precision] for precision in precisions)
     data = RolloutDataModule(collector, schedule, job.folder / "rounds", parts["seed"], tolerance)

@@ -127,6 +127,10 @@ class Batch:
         """Tokens of each row without padding, int64 [B]."""
         return self.attention_mask.sum(dim=1)
 
+    def ages(self, version: int) -> Tensor:
+        """Updates from the weights that drew each trained token to those of `version`, int64 [N]."""
+        return (version - self.policy_version)[self.response_mask]
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         moved: dict[str, Any] = {f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)}
         return Batch(**moved)

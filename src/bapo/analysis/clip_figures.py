@@ -1,4 +1,4 @@
-"""The pictures that need single tokens, from RUN/updates: who is clipped, and what that does to the entropy."""
+"""The pictures that need single tokens, from RUN/updates: who is clipped, what that does to the entropy, how old tokens are."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class ClipSummary:
     bounds: list[tuple[float, float]] = field(default_factory=list)
     histogram: np.ndarray | float = 0.0
     entropy_by_ratio: np.ndarray | float = 0.0
+    ages: list[np.ndarray] = field(default_factory=list)
     changes: EntropyChanges = field(default_factory=EntropyChanges)
 
 
@@ -43,6 +44,7 @@ def summarise(run_dir: Path) -> ClipSummary:
         found.bounds.append((record.facts["clip_low"], record.facts["clip_high"]))
         found.histogram = found.histogram + record.histogram.astype(np.int64)
         found.entropy_by_ratio = found.entropy_by_ratio + record.entropy_by_ratio
+        found.ages.append(record.ages)
         found.changes.add(record)
     return found
 
@@ -114,6 +116,24 @@ def entropy_and_covariance(found: ClipSummary) -> Figure:
     return figure
 
 
+def ages_of_tokens(found: ClipSummary) -> Figure:
+    """Heat map of the trained tokens of each update by their age."""
+    figure = Figure(figsize=(7.6, 4.6), layout="constrained")
+    figure.suptitle("How old the trained tokens are", x=0.01, ha="left")
+    axes = figure.subplots()
+    oldest = max(int(pairs[:, 0].max(initial=0)) for pairs in found.ages)
+    share = np.zeros((oldest + 1, len(found.steps)))
+    for column, pairs in enumerate(found.ages):
+        np.add.at(share[:, column], pairs[:, 0], pairs[:, 1] / max(1, pairs[:, 1].sum()))
+    edges = [*(step - 0.5 for step in found.steps), found.steps[-1] + 0.5]
+    mesh = axes.pcolormesh(
+        edges, np.arange(oldest + 2) - 0.5, np.ma.masked_equal(share, 0), norm=LogNorm(0.001, 1), cmap="viridis"
+    )
+    axes.set(xlabel="optimizer updates", ylabel="age (optimizer updates)")
+    figure.colorbar(mesh, ax=axes, label="share of the update's tokens")
+    return figure
+
+
 CLIP_PICTURES: dict[str, tuple[Callable[[ClipSummary], Figure], str]] = {
     "clipped_tokens": (
         clipped_tokens,
@@ -129,6 +149,11 @@ CLIP_PICTURES: dict[str, tuple[Callable[[ClipSummary], Figure], str]] = {
         entropy_and_covariance,
         "Eq. 6 says: entropy change = -lr x covariance, so a negative correlation is expected. Left: an update's own tokens "
         "until they are trained on again, updates on other data between; right: one update apart, but other tokens.",
+    ),
+    "token_ages": (
+        ages_of_tokens,
+        "Updates between the weights that drew a token and the update that trains on it. Lag shifts the band up; replay and "
+        "responses that take several rounds widen it.",
     ),
 }
 

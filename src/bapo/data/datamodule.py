@@ -147,7 +147,9 @@ class RolloutDataModule(L.LightningDataModule):
             self.drawn = max(self.drawn, due[-1] - (self._ahead is not None))
             if self.schedule.replay and self._pool:
                 older = [load_pool(self.rounds_dir, index) for index in self.schedule.replay.of(round_index)]
-                self._pool = self.schedule.replay.add(self._pool, [pool for pool in older if pool], self.seed)
+                self._pool = self.schedule.replay.add(
+                    self._pool, [pool for pool in older if pool], self.seed, self.schedule.max_age
+                )
         assert self._pool is not None
         return self._pool
 

@@ -26,8 +26,8 @@ class UpdateRecord:
     vocabulary, tokens, denominator, and, as logged, loss, entropy, clip_low, clip_high, positive_ratio, entropy_clip_cov.
     rows: int32 [B, 2], the round and the row of its pool's file, in the order in which they were trained. lengths: int32 [B],
     trained tokens of each. micro_batches: int32 [M], sequences in each. bounds: float64 [M, 2], what each was trained with.
-    logprobs, entropy: float32 [N], row after row, under the policy before the step. by_side, histogram, entropy_by_ratio: see
-    `bapo.records.clipping`.
+    logprobs, entropy: float32 [N], row after row, under the policy before the step. ages: int64 [A, 2], pairs of an age in
+    updates and the trained tokens that are so old. by_side, histogram, entropy_by_ratio: see `bapo.records.clipping`.
     """
 
     facts: Mapping[str, float]
@@ -37,6 +37,7 @@ class UpdateRecord:
     bounds: Array
     logprobs: Array
     entropy: Array
+    ages: Array
     by_side: Array
     histogram: Array
     entropy_by_ratio: Array

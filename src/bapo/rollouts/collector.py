@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from bapo.contracts import PolicyHandle, RolloutEngine, Task
-from bapo.rollouts.draw import RewardTerm, check_prompts, judge
+from bapo.rollouts.draw import RewardTerm, Sample, check_prompts, judge
 from bapo.rollouts.drawn import Drawn
 from bapo.rollouts.groups import Group, Member, PartialRollouts, extend, new_group
 from bapo.rollouts.pool import Pool, collate, without_truncated
@@ -25,7 +25,7 @@ from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import prompt_slots
 from bapo.rollouts.seeds import derive_seed
 from bapo.rollouts.shown import shown
-from bapo.types import Batch, Prompt, SamplingParams
+from bapo.types import Batch, Prompt, Rollout, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,10 @@ class RolloutOptions:
 
 @dataclass
 class Collector:
-    """Draws pools. `seed` and a pool's place in the prompt order decide everything random in it."""
+    """Draws pools. `seed` and a pool's place in the prompt order decide everything random in it.
+
+    max_age: updates by which a token that waited unfinished may be older than its round's policy; None: any number.
+    """
 
     engine: RolloutEngine
     task: Task
@@ -78,6 +81,7 @@ class Collector:
     options: RolloutOptions
     seed: int
     terms: Mapping[str, RewardTerm] = field(default_factory=dict)
+    max_age: int | None = None
 
     def __post_init__(self) -> None:
         self.prompts = self._short_enough(self.task.prompts("train"))
@@ -138,7 +142,7 @@ class Collector:
         start = time.perf_counter()
         options = self.options
         drawn = Drawn(round_index, version, before.get("next_prompt", 0))
-        drawn.take_up(carried, options.partial)
+        drawn.take_up(carried, self.max_age)
         if options.fill_pool:
             least_rows = max(least_rows, options.prompts_per_round * options.group_size)
         for _ in range(options.max_attempts):
@@ -147,6 +151,10 @@ class Collector:
                 raise RuntimeError(f"round {round_index}: none of {len(drawn.samples)} responses could be verified")
             teach, all_drawn = int(drawn.kept.sum()), len(drawn.samples)
             if teach >= least_rows:
+                given_up = [
+                    (group.prompt, m.rollout) for group in drawn.dropped for m in group.finished(options.sampling.max_tokens)
+                ]
+                drawn.dropped_samples = self._judge(given_up, ranks)
                 drawn.seconds = time.perf_counter() - start
                 return drawn
             log.warning("round %d: %d of %d responses teach something; drawing more", round_index, teach, all_drawn)
@@ -201,7 +209,10 @@ class Collector:
         extended = ranks.share(groups, lambda mine: extend(self.engine, mine, options.sampling, seed_of, tokens))
         drawn.extend(groups, extended, len(slots), options.sampling.max_tokens, options.partial)
         done = [(group.prompt, member.rollout) for group in drawn.done for member in group.members]
-        drawn.samples += ranks.share(done, lambda mine: judge(self.task, self.tokenizer, mine, self.terms))
+        drawn.samples += self._judge(done, ranks)
+
+    def _judge(self, answers: Sequence[tuple[Prompt, Rollout]], ranks: Ranks) -> list[Sample]:
+        return ranks.share(answers, lambda mine: judge(self.task, self.tokenizer, mine, self.terms))
 
     def _new_group(self, prompt: Prompt, data_epoch: int) -> Group:
         """A prompt comes back in every data epoch; as a group it is new each time."""

@@ -18,7 +18,8 @@ class Drawn:
     """What a round has drawn so far, by weights of `version`: groups that are `waiting` to be finished, those just `done`, the
     judged `samples` of all that were done with their `members`, and the counts of everything else.
 
-    position: in the prompts; begun: groups taken up or begun; lost: by the engine; dropped: given up for good; tokens: drawn in
+    position: in the prompts; begun: groups taken up or begun; lost: by the engine; dropped: given up for good, with the judged
+    `dropped_samples` of them that were finished; tokens: drawn in
     this round, in `seconds`.
     """
 
@@ -30,6 +31,7 @@ class Drawn:
     dropped: list[Group] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    dropped_samples: list[Sample] = field(default_factory=list)
     begun: int = 0
     lost: int = 0
     tokens: int = 0
@@ -50,13 +52,12 @@ class Drawn:
         """Which samples are in groups with differing rewards, bool [N]."""
         return ~zero_variance(self.rewards, self.uids)
 
-    def take_up(self, carried: Sequence[Group], partial: PartialRollouts | None) -> None:
-        """Goes on with what the round before left, but for what is too old."""
+    def take_up(self, carried: Sequence[Group], max_age: int | None) -> None:
+        """Goes on with what the round before left, but for groups with a token from more than `max_age` updates ago."""
         self.begun += len(carried)
         for group in carried:
-            age = self.version - min(member.rollout.policy_version for member in group.members)
-            old = partial is not None and partial.max_age is not None and age > partial.max_age
-            (self.dropped if old else self.waiting).append(group)
+            stale = max_age is not None and self.version - group.oldest > max_age
+            (self.dropped if stale else self.waiting).append(group)
 
     def extend(
         self, asked: Sequence[Group], extended: Sequence[Group], new: int, max_tokens: int, partial: PartialRollouts | None

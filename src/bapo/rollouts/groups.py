@@ -29,18 +29,17 @@ log = logging.getLogger(__name__)
 class PartialRollouts:
     """A response gets at most `tokens_per_round` tokens in a round; what is unfinished goes on in later ones.
 
-    A group is trained on when all its responses are finished. It is dropped whole when one of them is unfinished after
-    `max_spans` rounds, or when its oldest token is more than `max_age` updates old. None: no such limit.
+    A group is trained on when all its responses are finished. It is given up whole when one of them is unfinished after
+    `max_spans` rounds (None: no such limit), or when its oldest token would be trained on later than `schedule.max_staleness`.
     """
 
     tokens_per_round: int
     max_spans: int | None = None
-    max_age: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens_per_round", 1), ("max_spans", 1), ("max_age", 0)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"rollout.partial.{name} is {value}; it must be >= {least}")
+        for name in ("tokens_per_round", "max_spans"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"rollout.partial.{name} is {value}; it must be >= 1")
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,21 @@ class Group:
     prompt: Prompt
     members: tuple[Member, ...]
 
+    def finished(self, max_tokens: int) -> list[Member]:
+        return [member for member in self.members if member.is_finished(max_tokens)]
+
     def is_finished(self, max_tokens: int) -> bool:
-        return all(member.is_finished(max_tokens) for member in self.members)
+        return len(self.finished(max_tokens)) == len(self.members)
 
     @property
     def size(self) -> int:
         """Tokens of its responses so far."""
         return sum(len(member.rollout.response_ids) for member in self.members)
+
+    @property
+    def oldest(self) -> int:
+        """The policy version of its oldest token."""
+        return min(member.rollout.policy_version for member in self.members)
 
     @property
     def spans(self) -> int:

@@ -58,10 +58,12 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
 def partial_metrics(drawn: Drawn, trained: Sequence[Member]) -> dict[str, float]:
     """`partial/*`: what partial rollouts leave for later and give up. Giving up favours short answers: the lengths tell."""
     lengths = [len(m.rollout.response_ids) for group in drawn.dropped for m in group.members]
+    rewards = [sample.reward for sample in drawn.dropped_samples]
     return {
         "partial/pending_groups": float(len(drawn.waiting)),
         "partial/dropped_groups": float(len(drawn.dropped)),
         "partial/dropped_length_mean": sum(lengths) / len(lengths) if lengths else 0.0,
+        **({"partial/dropped_reward_mean": sum(rewards) / len(rewards)} if rewards else {}),
         "partial/trained_length_mean": sum(len(m.rollout.response_ids) for m in trained) / len(trained),
         "partial/spans_mean": sum(m.spans for m in trained) / len(trained),
         "partial/spans_max": float(max(m.spans for m in trained)),

@@ -19,19 +19,17 @@ from bapo.types import Batch
 class Replay:
     """Every round trains on `groups` more groups, drawn from the pools of the `rounds` rounds before it.
 
-    order: uniform, every group is as likely as any other; newest, later rounds first. max_age: a group is left out when its
-    oldest token was drawn more than so many updates before the round's own data; None: no limit.
+    order: uniform, every group is as likely as any other; newest, later rounds first.
     """
 
     groups: int
     rounds: int = 1
     order: Literal["uniform", "newest"] = "uniform"
-    max_age: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("groups", 1), ("rounds", 1), ("max_age", 0)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"schedule.replay.{name} is {value}; it must be >= {least}")
+        for name in ("groups", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"schedule.replay.{name} is {getattr(self, name)}; it must be >= 1")
         if self.order not in ("uniform", "newest"):
             raise ValueError(f"schedule.replay.order is {self.order!r}; it must be one of uniform, newest")
 
@@ -39,14 +37,15 @@ class Replay:
         """The rounds whose pools may be drawn from, oldest first."""
         return range(max(0, round_index - self.rounds), round_index)
 
-    def add(self, pool: Pool, older: Sequence[Pool], seed: int) -> Pool:
+    def add(self, pool: Pool, older: Sequence[Pool], seed: int, max_age: int | None = None) -> Pool:
         """`pool` with groups of `older` pools, the oldest first, behind its own; `seed` and the round choose.
 
-        Advantages, behaviour log-probs and policy versions stay what they were.
+        Advantages, behaviour log-probs and policy versions stay what they were. A group is left out when its oldest token was
+        drawn more than `max_age` updates before the round's own data; None: no limit.
         """
         newest = int(pool.batch.policy_version.max())
         generator = torch.Generator().manual_seed(derive_seed(seed, "replay", pool.meta["round"]))
-        candidates = [(place, rows) for place, old in enumerate(older) for rows in self._young_groups(old, newest)]
+        candidates = [(place, rows) for place, old in enumerate(older) for rows in young_groups(old, newest, max_age)]
         chosen = torch.randperm(len(candidates), generator=generator).tolist()
         if self.order == "newest":
             chosen.sort(key=lambda index: -candidates[index][0])
@@ -62,14 +61,14 @@ class Replay:
         meta = pool.meta | {"metrics": pool.meta["metrics"] | metrics}
         return replace(pool, batch=joined(parts), rows=tuple(names), meta=meta, again=tuple(places))
 
-    def _young_groups(self, pool: Pool, newest: int) -> list[list[int]]:
-        """Rows of each group of `pool` that is young enough."""
-        groups: dict[str, list[int]] = {}
-        for row, (uid, _, _) in enumerate(pool.rows):
-            groups.setdefault(uid, []).append(row)
-        version, mask = pool.batch.policy_version, pool.batch.response_mask
-        oldest = torch.where(mask, version, newest).amin(dim=1)
-        return [rows for rows in groups.values() if self.max_age is None or newest - int(oldest[rows].min()) <= self.max_age]
+
+def young_groups(pool: Pool, newest: int, max_age: int | None) -> list[list[int]]:
+    """Rows of each group of `pool` whose tokens were all drawn at most `max_age` updates before version `newest`."""
+    groups: dict[str, list[int]] = {}
+    for row, (uid, _, _) in enumerate(pool.rows):
+        groups.setdefault(uid, []).append(row)
+    oldest = torch.where(pool.batch.response_mask, pool.batch.policy_version, newest).amin(dim=1)
+    return [rows for rows in groups.values() if max_age is None or newest - int(oldest[rows].min()) <= max_age]
 
 
 def joined(batches: Sequence[Batch]) -> Batch:

@@ -18,6 +18,8 @@ class Schedule:
     The pool of round n is drawn by the policy at the start of round n - `lag`; those of the first `lag` rounds, for which there
     is no such policy, at the start of the run. So the ages of a round's data are `ages` from round `lag` on. replay: groups of
     earlier rounds to train on once more; None: none. overlap: a pool is drawn while the policy trains; it is the same pool.
+    max_staleness: no token is trained on more than so many updates after the weights that drew it: older groups, replayed or
+    unfinished until then, are left out; None: no such bound.
     """
 
     epochs_per_round: int = 4
@@ -25,6 +27,7 @@ class Schedule:
     lag: int = 0
     replay: Replay | None = None
     overlap: bool = False
+    max_staleness: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("epochs_per_round", "minibatches_per_epoch"):
@@ -34,6 +37,11 @@ class Schedule:
             raise ValueError(f"schedule.lag is {self.lag}; it must be >= 0")
         if self.overlap and not self.lag:
             raise ValueError("schedule.overlap is True with schedule.lag 0; data drawn beside the training are older: lag >= 1")
+        if self.max_staleness is not None and self.max_age < 0:  # type: ignore[operator]
+            raise ValueError(
+                f"schedule.max_staleness is {self.max_staleness}; it must be >= {self.ages(self.lag)[-1]}: so old do "
+                f"schedule.lag {self.lag} and {self.updates_per_round} updates per round make the data"
+            )
 
     @property
     def updates_per_round(self) -> int:
@@ -43,6 +51,11 @@ class Schedule:
         """Updates between the weights that drew a round's data and each update on them."""
         oldest = min(round_index, self.lag) * self.updates_per_round
         return range(oldest, oldest + self.updates_per_round)
+
+    @property
+    def max_age(self) -> int | None:
+        """Updates by which a token may be older than the policy that its round's data are drawn by; None: any number."""
+        return None if self.max_staleness is None else self.max_staleness - self.ages(self.lag)[-1]
 
     def round_of(self, epoch: int) -> int:
         """The round that Lightning's epoch number `epoch` trains on."""
