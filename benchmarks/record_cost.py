@@ -39,9 +39,9 @@ def part(rows: int, length: int) -> SeenPart:
 
 def writing(rows: int, length: int, repeats: int, folder: Path) -> tuple[float, float]:
     """(seconds, bytes) of a record of rows * length tokens in one micro-batch."""
-    seen, blank = part(rows, length), torch.zeros(0)
-    batch = Batch(*[blank] * 10)
-    minibatch = MiniBatch(batch, {}, torch.zeros(rows, 2, dtype=torch.int64))
+    seen, mask = part(rows, length), torch.ones(rows, length, dtype=torch.bool)
+    sequences = Batch(*[mask] * 7, policy_version=mask.long(), advantages=mask, rewards=mask)
+    minibatch = MiniBatch(sequences, {}, torch.zeros(rows, 2, dtype=torch.int64))
     start = time.perf_counter()
     for step in range(repeats):
         save_record(folder, record_of(minibatch, [seen], {"step": step, "world": 1}), 0, EDGES)

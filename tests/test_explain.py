@@ -104,6 +104,21 @@ def test_data_and_updates_of_a_tiny_run_by_hand() -> None:
 
 
 @pytest.mark.usefixtures("no_model")
+def test_ages_with_every_dial_turned() -> None:
+    stale = ("schedule.lag=2", "+replay=uniform", "schedule.replay.groups=3", "schedule.replay.rounds=2")
+    stale += ("+partial=default", "rollout.partial.tokens_per_round=4", "rollout.partial.max_spans=3")
+    found = values(data_lines(explained(*TINY, *stale, "schedule.max_staleness=50")))
+    assert found["responses per update"] == (6 + 3) * 4 // 4
+    assert [found[name] for name in found if name.startswith(("staleness", "  "))] == [
+        "24 .. 35",
+        "0 .. 11",
+        "up to 59",
+        "older",
+        50,
+    ]
+
+
+@pytest.mark.usefixtures("no_model")
 def test_memory_of_a_tiny_run_by_hand() -> None:
     """Vocabulary 20: digits, six operations, "=", "x", EOS and padding. Embedding and head are two matrices here."""
     parts = explained(*TINY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,23 +86,36 @@ def explain(parts: Mapping[str, Any]) -> str:
 def data_lines(parts: Mapping[str, Any]) -> list[Line]:
     rollout, schedule, trainer = parts["rollout"], parts["schedule"], parts["trainer"]
     prompts, group, length = rollout.prompts_per_round, rollout.group_size, rollout.sampling.max_tokens
-    pool, cut, updates = prompts * group, schedule.minibatches_per_epoch, schedule.updates_per_round
-    epochs, rounds, draws = schedule.epochs_per_round, trainer.max_rounds, rollout.max_attempts
+    pool, updates, each = prompts * group, schedule.updates_per_round, responses_per_update(parts)
+    epochs, cut, rounds, draws = (
+        schedule.epochs_per_round,
+        schedule.minibatches_per_epoch,
+        trainer.max_rounds,
+        rollout.max_attempts,
+    )
+    again = f" + replayed groups {schedule.replay.groups} * G {group}" if schedule.replay else ""
     return [
         Line("responses per round", pool, f"prompts {prompts} * G {group}"),
         Line("responses drawn for it", pool * draws, f"{pool:,} * {draws} draws, should groups teach nothing"),
         Line("response tokens per round", pool * length, f"{pool:,} * max_tokens {length:,}"),
         Line("updates per round", updates, f"E {epochs} * mini-batches {cut}"),
-        Line("responses per update", pool // cut, f"{pool:,} / {cut}"),
-        Line("response tokens per update", pool // cut * length, f"{pool // cut:,} * {length:,}"),
-        *age_lines(schedule),
+        Line("responses per update", each, f"({pool:,}{again}) / {cut}" if again else f"{pool:,} / {cut}"),
+        Line("response tokens per update", each * length, f"{each:,} * {length:,}"),
+        *age_lines(schedule, rollout.partial),
         Line("rounds", rounds, "trainer.max_rounds"),
         Line("updates", rounds * updates, f"{rounds:,} * {updates}"),
         Line("responses", rounds * pool, f"{rounds:,} * {pool:,}"),
     ]
 
 
-def age_lines(schedule: Any) -> list[Line]:
+def responses_per_update(parts: Mapping[str, Any]) -> int:
+    """Of a round's own groups and those it replays, in its largest mini-batch."""
+    rollout, schedule = parts["rollout"], parts["schedule"]
+    groups = rollout.prompts_per_round + (schedule.replay.groups if schedule.replay else 0)
+    return math.ceil(groups * rollout.group_size / schedule.minibatches_per_epoch)
+
+
+def age_lines(schedule: Any, partial: Any) -> list[Line]:
     """Updates between the weights that drew a token and the updates on it."""
     ages, start = schedule.ages(schedule.lag), schedule.ages(0)
     how = f"lag {schedule.lag} * {schedule.updates_per_round} updates, and up to E * mini-batches - 1 more"
@@ -110,6 +124,16 @@ def age_lines(schedule: Any) -> list[Line]:
         lines.append(
             Line("  of the first round", f"{start[0]} .. {start[-1]}", "no older policy yet: it rises to that by round lag")
         )
+    if schedule.replay:
+        earlier = schedule.replay.rounds * schedule.updates_per_round
+        how = f"schedule.replay.rounds {schedule.replay.rounds} * {schedule.updates_per_round} updates more"
+        lines.append(Line("  of replayed groups", f"up to {ages[-1] + earlier}", how))
+    if partial:
+        most = "" if partial.max_spans is None else f", in at most {partial.max_spans} rounds"
+        how = f"{partial.tokens_per_round} tokens a round{most}: each token has its own"
+        lines.append(Line("  of responses of several rounds", "older", how))
+    if schedule.max_staleness is not None:
+        lines.append(Line("  at most", schedule.max_staleness, "schedule.max_staleness: older groups are left out"))
     return lines
 
 
@@ -208,9 +232,7 @@ def _longest(parts: Mapping[str, Any], sizes: Sizes) -> int:
 
 def _micro_batch(parts: Mapping[str, Any], longest: int) -> int:
     """Padded tokens of the largest forward pass: the budget, if there is so much data; a longer row goes by itself."""
-    rollout = parts["rollout"]
-    rows = rollout.prompts_per_round * rollout.group_size // parts["schedule"].minibatches_per_epoch
-    return max(longest, min(parts["trainer"].micro_batch_tokens, rows * longest))
+    return max(longest, min(parts["trainer"].micro_batch_tokens, responses_per_update(parts) * longest))
 
 
 def engine_lines(parts: Mapping[str, Any], sizes: Sizes) -> list[Line]:
