@@ -37,3 +37,19 @@ def test_record_cost_measures_what_it_writes(monkeypatch: pytest.MonkeyPatch, ca
     assert [row[0] for row in rows] == ["| 32", "| 1,024"]
     assert all(float(row[1]) > 0 for row in rows)
     assert float(rows[1][2].rstrip(" |")) < 20
+
+
+@pytest.mark.slow
+def test_overlap_compares_two_runs(cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import overlap
+
+    small = ["+experiment=smoke", f"policy.warm_start.cache_dir={cache_dir}", "trainer.max_rounds=5"]
+    overlap.compare(1, small, repeats=1)
+    epochs, drawing, training, after, beside, ratio, best = (
+        cell.split()[0] for cell in capsys.readouterr().out.strip("| \n").split("|")
+    )
+    assert epochs == "1"
+    assert all(float(seconds) > 0 for seconds in (drawing, training, after, beside))
+    assert float(ratio) == pytest.approx(float(after) / float(beside), rel=0.1)
+    assert 1 <= float(best) <= 2

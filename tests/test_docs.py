@@ -18,15 +18,17 @@ from test_configs import composed, parts_of, without_hydra
 from test_readme import commands, two_jobs
 
 from bapo.advantages import group_advantages
+from bapo.callbacks.ages import HISTOGRAM
 from bapo.config_check import all_keys
 from bapo.losses import PRESETS, search_clip_bounds
 from bapo.losses.clip_bounds import Balance
 from bapo.losses.surrogate import Mass, MassWeight
 from bapo.losses.weights import Aggregation, Correction, KlEstimator, aggregation_scale
 from bapo.metrics import METRICS, lookup
+from bapo.replay.config import build, replayed_config
 
 DOCS = REPOSITORY / "docs"
-PAGES = {name: (DOCS / f"{name}.md").read_text() for name in ("algorithm", "metrics")}
+PAGES = {name: (DOCS / f"{name}.md").read_text() for name in ("algorithm", "metrics", "staleness", "replay")}
 ALGORITHM = PAGES["algorithm"]
 
 spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
@@ -186,8 +188,9 @@ def test_every_file_of_a_loss_is_on_the_page() -> None:
 
 def test_every_option_exists() -> None:
     known = all_keys(OmegaConf.to_container(without_hydra(composed())))
-    keys = [span.split("=")[0] for span in SPANS if re.match(r"(loss|objective)\.\w", span)]
-    assert len(keys) > 20
+    known |= all_keys(OmegaConf.to_container(without_hydra(composed("+partial=default", "+replay=uniform"))))
+    keys = [span.split("=")[0] for span in SPANS if re.match(r"(loss|objective|schedule|rollout|callbacks)\.\w", span)]
+    assert len(keys) > 30
     assert set(keys) - known == set()
 
 
@@ -216,8 +219,9 @@ def test_the_table_of_an_option_has_all_its_choices(field: str) -> None:
 
 def test_every_metric_is_registered() -> None:
     spaces = "|".join(sorted({name.split("/")[0] for name in METRICS}))
-    names = [span for span in spans(ALGORITHM) if re.fullmatch(rf"({spaces})/[\w@/]+", span)]
-    assert len(names) > 5
+    pages = "\n".join(PAGES[page] for page in ("algorithm", "staleness", "replay"))
+    names = [span for span in spans(pages) if re.fullmatch(rf"({spaces})/[\w@/]+", span) and span != HISTOGRAM]
+    assert len(names) > 10
     for name in names:
         lookup(name)
 
@@ -229,8 +233,14 @@ COMMANDS = [command.replace("=NAME", "=bapo_eq8") for page in PAGES.values() for
 def test_every_command_parses(command: str) -> None:
     python, script, *arguments = shlex.split(command)
     assert python == "python"
+    if script == "-m":
+        assert arguments[0] == "bapo.replay"  # with these overrides in tests/test_replay.py
+        build(replayed_config(without_hydra(composed()), [a for a in arguments[2:] if "=" in a]))
+        return
     assert (REPOSITORY / script).is_file()
     if script == "train.py":
         parts_of(*two_jobs([a for a in arguments if a != "-m"])[1])
+    elif script.startswith("benchmarks/"):
+        assert Path(script).stem in (REPOSITORY / "tests" / "test_benchmarks.py").read_text()
     else:
         assert (script, set(arguments) - {"--check"}) == ("docs/generate.py", set())

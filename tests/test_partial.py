@@ -19,6 +19,7 @@ from bapo.rollouts.collector import Collector, RolloutOptions
 from bapo.rollouts.groups import Group, PartialRollouts, load_groups, save_groups
 from bapo.rollouts.pool import load_pool
 from bapo.rollouts.ranks import Ranks
+from bapo.rollouts.schedule import prompt_slots
 from bapo.types import Request, Rollout, SamplingParams, Scores
 
 MAX_TOKENS = 12
@@ -139,6 +140,40 @@ def test_the_last_span_asks_for_what_is_left_only(tokenizer):
     assert len({r.seed for r, _ in engine.asked}) == len(engine.asked)
 
 
+def test_a_span_is_what_one_policy_drew_however_often_it_was_asked(tokenizer):
+    engine = SpanEngine(lambda r: 11 if r.sample_index else 10, tokenizer.eos_token_id)
+    engine.load_weights([], 0)
+    pool = collector(engine, tokenizer, Length(), PartialRollouts(4, max_spans=2)).collect(0, {}, VersionPolicy(0), 4, Ranks())
+    assert len(engine.asked) == 12  # two groups of two, three times
+    assert pool.meta["metrics"]["partial/spans_max"] == 1
+    assert pool.meta["metrics"]["partial/dropped_groups"] == 0
+    assert len(pool.rows) == 4
+
+
+def test_a_group_that_too_many_policies_have_left_unfinished_is_given_up(tokenizer):
+    """Round 0 has one group of short responses among long ones; two policies give a long one eight tokens."""
+    short: list[str] = []
+
+    def length(r):
+        short[:] = short or [r.uid]
+        return (2 if r.sample_index else 3) if r.uid == short[0] or r.uid not in first_uids else 11
+
+    first_uids: list[str] = []
+    engine = SpanEngine(length, tokenizer.eos_token_id)
+    made = collector(engine, tokenizer, Length(), PartialRollouts(4, max_spans=2), prompts_per_round=3)
+    first_uids += [made._new_group(made.prompts[i], e).uid for i, e in prompt_slots(len(made.prompts), 0, 3, made.seed)]
+    engine.load_weights([], 0)
+    first = made.collect(0, {}, VersionPolicy(0), 2, Ranks())
+    assert (len(first.rows), len(first.carried), first.meta["metrics"]["partial/dropped_groups"]) == (2, 2, 0)
+    engine.load_weights([], 4)
+    second = made.collect(1, first.meta, VersionPolicy(4), 2, Ranks(), first.carried)
+    assert second.meta["metrics"]["partial/dropped_groups"] == 2
+    assert second.meta["metrics"]["partial/dropped_length_mean"] == 8
+    assert second.meta["metrics"]["partial/trained_length_mean"] == 2.5  # giving up favours short answers
+    assert "partial/dropped_reward_mean" not in second.meta["metrics"]  # none of them was finished
+    assert second.carried == ()
+
+
 @pytest.mark.parametrize(("version", "limit", "dropped"), [(7, 2, [4]), (7, 0, [4, 5, 6]), (7, None, [])])
 def test_what_is_too_old_is_given_up_whole(tokenizer, version, limit, dropped):
     engine = SpanEngine(lambda r: 6 if r.sample_index else 2, tokenizer.eos_token_id)
@@ -170,7 +205,7 @@ def Group_of(made: Collector, position: int, engine) -> Group:
     from bapo.rollouts.groups import extend
 
     new = made._new_group(made.prompts[position], 7)
-    (group,) = extend(engine, [new], made.options.sampling, lambda uid, index, spans: 1000 * position + index, 4)
+    (group,) = extend(engine, [new], made.options.sampling, lambda uid, index, tokens: 1000 * position + index, 4)
     return group
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from bapo.analysis.figures import Panel, Picture, Run, has, missing, moving_average, points, round_starts, smoothing_window
 from bapo.analysis.labels import distinguish
-from bapo.analysis.report import describe, levels, main, share_moved, write_comparison, write_report
+from bapo.analysis.report import describe, levels, main, share_moved, wall_time, write_comparison, write_report
 
 STEMS = ["clip_bounds", "clip_frac", "entropy", "grad_norm", "positive_ratio", "response_length", "reward", "staleness"]
 
@@ -241,3 +241,10 @@ def test_labels_of_a_sweep_over_losses_and_seeds() -> None:
     ]
     assert distinguish(configs[:1]) == distinguish([{}]) == [""]
     assert distinguish([{"a": 1}, {"a": 1}, {"a": 2}]) == ["a 1", "a 1", "a 2"]
+
+
+def test_a_pool_drawn_beside_the_training_counts_by_the_time_it_was_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "timing.csv").write_text(
+        "trainer/global_step,time/train,time/refill,time/wait\n1,30.0,60.0,\n2,30.0,100.0,2.5\n3,30.0,,\n"
+    )
+    assert wall_time(tmp_path) == "2.5 min"  # 90 training, 60 drawn before it, 2.5 waited for

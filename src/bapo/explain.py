@@ -129,7 +129,7 @@ def age_lines(schedule: Any, partial: Any) -> list[Line]:
         how = f"schedule.replay.rounds {schedule.replay.rounds} * {schedule.updates_per_round} updates more"
         lines.append(Line("  of replayed groups", f"up to {ages[-1] + earlier}", how))
     if partial:
-        most = "" if partial.max_spans is None else f", in at most {partial.max_spans} rounds"
+        most = "" if partial.max_spans is None else f", by at most {partial.max_spans} policies"
         how = f"{partial.tokens_per_round} tokens a round{most}: each token has its own"
         lines.append(Line("  of responses of several rounds", "older", how))
     if schedule.max_staleness is not None:

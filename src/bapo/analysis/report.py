@@ -121,7 +121,9 @@ def wall_time(run_dir: Path) -> str | None:
     path = run_dir / "timing.csv"
     if not path.is_file():
         return None
-    seconds = sum(value for row in _whole_rows(path) for name, value in row.items() if name.startswith("time/"))
+    rows = _whole_rows(path)
+    seconds = sum(value for row in rows for name, value in row.items() if name.startswith("time/"))
+    seconds -= sum(row["time/refill"] for row in rows if "time/wait" in row)  # beside the training, but for time/wait
     if not seconds:
         return None
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"

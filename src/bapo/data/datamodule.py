@@ -226,9 +226,8 @@ class RolloutDataModule(L.LightningDataModule):
 
         def finish() -> None:
             start = time.perf_counter()
-            drawn = work.result()
-            waited = {"time/wait": time.perf_counter() - start}
-            self._file(self.collector.finish(drawn, before, policy, ranks), facts | waited, ranks)
+            pool = self.collector.finish(work.result(), before, policy, ranks)
+            self._file(pool, facts | {"time/wait": time.perf_counter() - start}, ranks)
             self.drawn = max(self.drawn, index)
             self.rest_engine()
 

@@ -158,7 +158,12 @@ class Collector:
                 drawn.seconds = time.perf_counter() - start
                 return drawn
             log.warning("round %d: %d of %d responses teach something; drawing more", round_index, teach, all_drawn)
-        fates = f" {len(drawn.waiting)} groups are unfinished, {len(drawn.dropped)} were given up." if options.partial else ""
+        fates = ""
+        if options.partial:
+            fates = (
+                f" {len(drawn.waiting)} groups are unfinished, {len(drawn.dropped)} were given up: a larger "
+                "rollout.partial.tokens_per_round, max_spans or rollout.max_attempts finishes more of them."
+            )
         raise RuntimeError(
             f"round {round_index}: after rollout.max_attempts={options.max_attempts} draws only {teach} of "
             f"{all_drawn} responses are in groups with differing rewards; {least_rows} are needed.{fates} The task is too hard "
@@ -202,9 +207,9 @@ class Collector:
         groups = [*drawn.waiting, *(self._new_group(self.prompts[index], data_epoch) for index, data_epoch in slots)]
         tokens = options.partial.tokens_per_round if options.partial else None
 
-        def seed_of(uid: str, index: int, spans: int) -> int:
+        def seed_of(uid: str, index: int, tokens: int) -> int:
             parts: tuple[int | str, ...] = (self.seed, "train", drawn.round_index, uid, index)
-            return derive_seed(*parts, "span", spans) if spans else derive_seed(*parts)
+            return derive_seed(*parts, "token", tokens) if tokens else derive_seed(*parts)
 
         extended = ranks.share(groups, lambda mine: extend(self.engine, mine, options.sampling, seed_of, tokens))
         drawn.extend(groups, extended, len(slots), options.sampling.max_tokens, options.partial)

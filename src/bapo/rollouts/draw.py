@@ -55,7 +55,7 @@ def draw(
     were drawn.
     """
     groups = [new_group(uid, prompt, prompt_format.encode(tokenizer, prompt), samples) for uid, prompt in prompts]
-    whole = extend(engine, groups, sampling, lambda uid, index, spans: seed_of(uid, index))
+    whole = extend(engine, groups, sampling, lambda uid, index, tokens: seed_of(uid, index))
     return judge(task, tokenizer, [(group.prompt, m.rollout) for group in whole for m in group.members], terms or {})
 
 

@@ -30,7 +30,8 @@ class PartialRollouts:
     """A response gets at most `tokens_per_round` tokens in a round; what is unfinished goes on in later ones.
 
     A group is trained on when all its responses are finished. It is given up whole when one of them is unfinished after
-    `max_spans` rounds (None: no such limit), or when its oldest token would be trained on later than `schedule.max_staleness`.
+    spans by `max_spans` policies (None: no such limit), or when its oldest token would be trained on later than
+    `schedule.max_staleness`.
     """
 
     tokens_per_round: int
@@ -46,13 +47,16 @@ class PartialRollouts:
 class Member:
     """A response of a group, so far.
 
-    scores: float32 [3, n], behaviour log-prob, entropy and reference log-prob of its first n tokens, n <= its length. spans:
-    requests that it took.
+    scores: float32 [3, n], behaviour log-prob, entropy and reference log-prob of its first n tokens, n <= its length.
     """
 
     rollout: Rollout
     scores: Tensor
-    spans: int
+
+    @property
+    def spans(self) -> int:
+        """Policies that drew it."""
+        return len(set(self.rollout.versions))
 
     def is_finished(self, max_tokens: int) -> bool:
         return self.rollout.finish_reason == "stop" or len(self.rollout.response_ids) >= max_tokens
@@ -90,7 +94,7 @@ class Group:
 def new_group(uid: str, prompt: Prompt, prompt_ids: tuple[int, ...], samples: int) -> Group:
     """A group of which nothing is drawn yet."""
     blank = [Rollout(uid, index, -1, prompt_ids, (), (), "length", -1) for index in range(samples)]
-    return Group(uid, prompt, tuple(Member(rollout, torch.zeros(3, 0), 0) for rollout in blank))
+    return Group(uid, prompt, tuple(Member(rollout, torch.zeros(3, 0)) for rollout in blank))
 
 
 def extend(
@@ -102,7 +106,7 @@ def extend(
 ) -> list[Group]:
     """`groups` with at most `tokens` more tokens (None: all that `sampling` allows) for each response that is unfinished.
 
-    seed_of: of (uid, sample index, spans before). Whatever order the engine answers in, a span is joined to its response by
+    seed_of: of (uid, sample index, tokens before). Whatever order the engine answers in, a span is joined to its response by
     (uid, sample index). A group of which the engine lost a response is left out whole.
     """
     asked: dict[int, list[Request]] = defaultdict(list)  # by how many tokens they may bring
@@ -111,7 +115,7 @@ def extend(
             if not member.is_finished(sampling.max_tokens):
                 r = member.rollout
                 room = sampling.max_tokens - len(r.response_ids)
-                seed = seed_of(r.uid, r.sample_index, member.spans)
+                seed = seed_of(r.uid, r.sample_index, len(r.response_ids))
                 request = Request(r.uid, r.sample_index, seed, r.prompt_ids + r.response_ids)
                 asked[room if tokens is None else min(room, tokens)].append(request)
     drawn: dict[tuple[str, int], Rollout] = {}
@@ -135,9 +139,7 @@ def _extended(member: Member, drawn: dict[tuple[str, int], Rollout]) -> Member:
     span = drawn.get((member.rollout.uid, member.rollout.sample_index))
     if span is None:
         return member
-    if not member.spans:
-        return Member(span, member.scores, 1)
-    return Member(member.rollout.continued(span), member.scores, member.spans + 1)
+    return Member(member.rollout.continued(span) if member.rollout.response_ids else span, member.scores)
 
 
 def save_groups(groups: Sequence[Group], path: Path) -> None:
@@ -160,7 +162,6 @@ def save_groups(groups: Sequence[Group], path: Path) -> None:
                     "seed": m.rollout.seed,
                     "finish_reason": m.rollout.finish_reason,
                     "policy_version": m.rollout.policy_version,
-                    "spans": m.spans,
                     "sizes": [len(m.rollout.prompt_ids), len(m.rollout.response_ids), m.scores.shape[1]],
                 }
                 for m in group.members
@@ -204,7 +205,7 @@ def _group(row: dict[str, Any], tensors: dict[str, Tensor], at: dict[str, int]) 
             tuple(tensors["versions"][here].tolist()),
         )
         scores = tensors["scores"][at["score"] : at["score"] + 3 * scored].reshape(3, scored)
-        members.append(Member(rollout, scores, m["spans"]))
+        members.append(Member(rollout, scores))
         at |= {"prompt": at["prompt"] + prompt, "response": at["response"] + response, "score": at["score"] + 3 * scored}
     return Group(row["uid"], Prompt(**row["prompt"]), tuple(members))
 
