@@ -62,7 +62,8 @@ def compare(epochs: int, overrides: Sequence[str], repeats: int) -> None:
         statistics.median(getattr(s, name) for s in found["false"]) for name in ("drawing", "training", "wall")
     )
     beside = statistics.median(s.wall for s in found["true"])
-    best = (drawing + training) / max(drawing, training)
+    rest = after - drawing - training  # syncs, files, checkpoints: one after the other in both
+    best = after / (max(drawing, training) + rest)
     print(
         f"| {epochs} | {drawing:.2f} | {training:.2f} | {after:.2f} | {beside:.2f} | {statistics.median(ratios):.2f} "
         f"({min(ratios):.2f} to {max(ratios):.2f}) | {best:.2f} |",

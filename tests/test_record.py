@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, SMALL, random_batch, run_experiment
 
+from bapo.analysis.clip_figures import ClipSummary, ages_of_tokens
 from bapo.analysis.report import write_report
 from bapo.callbacks.record import EDGES, record_of
 from bapo.losses import BapoLoss, BoundRange, CispoLoss, FixedClipLoss, GspoLoss
@@ -411,7 +412,7 @@ def test_a_correlation_takes_finite_pairs_only():
 
 def test_the_report_shows_who_is_clipped(uninterrupted):
     page = (uninterrupted / "report.html").read_text()
-    for stem in ("clipped_tokens", "probability_ratio", "entropy_clip"):
+    for stem in ("clipped_tokens", "probability_ratio", "entropy_clip", "token_ages"):
         assert (uninterrupted / "figures" / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
         assert f'alt="{stem}"' in page
     assert "Eq. 6 says" in page
@@ -444,3 +445,17 @@ def test_two_ranks_record_what_one_records(uninterrupted, small, tmp_path):
     for outcome, row in zip(again, logged(tmp_path), strict=True):
         assert outcome.replayed.bounds == (row["bounds/clip_low"], row["bounds/clip_high"])
         assert outcome.replayed.loss == pytest.approx(row["policy/loss"], abs=1e-6)
+
+
+def test_the_picture_of_ages_has_every_token_in_its_cell():
+    """Three updates of two ages; the shares of a column add up to one."""
+    pairs = [np.array([[0, 3], [4, 1]]), np.array([[1, 5]]), np.array([[2, 2], [6, 6]])]
+    (axes, _) = ages_of_tokens(ClipSummary(steps=[1, 2, 3], ages=pairs)).axes
+    (mesh,) = axes.collections
+    share = np.ma.filled(mesh.get_array(), 0.0)
+    assert share.shape == (7, 3)
+    assert share.nonzero()[0].tolist() == [0, 1, 2, 4, 6]
+    assert share[[0, 4, 1, 2, 6], [0, 0, 1, 2, 2]].tolist() == [0.75, 0.25, 1, 0.25, 0.75]
+    many = [np.array([[age, 1]]) for age in range(1000)]
+    (axes, _) = ages_of_tokens(ClipSummary(steps=list(range(1, 1001)), ages=many)).axes
+    assert np.ma.filled(axes.collections[0].get_array(), 0.0).sum(axis=0) == pytest.approx(1)

@@ -117,21 +117,26 @@ def entropy_and_covariance(found: ClipSummary) -> Figure:
 
 
 def ages_of_tokens(found: ClipSummary) -> Figure:
-    """Heat map of the trained tokens of each update by their age."""
+    """Heat map of the trained tokens by update and age; neighbours share a cell where there are many."""
     figure = Figure(figsize=(7.6, 4.6), layout="constrained")
     figure.suptitle("How old the trained tokens are", x=0.01, ha="left")
     axes = figure.subplots()
-    oldest = max(int(pairs[:, 0].max(initial=0)) for pairs in found.ages)
-    share = np.zeros((oldest + 1, len(found.steps)))
-    for column, pairs in enumerate(found.ages):
-        np.add.at(share[:, column], pairs[:, 0], pairs[:, 1] / max(1, pairs[:, 1].sum()))
-    edges = [*(step - 0.5 for step in found.steps), found.steps[-1] + 0.5]
-    mesh = axes.pcolormesh(
-        edges, np.arange(oldest + 2) - 0.5, np.ma.masked_equal(share, 0), norm=LogNorm(0.001, 1), cmap="viridis"
-    )
+    steps = np.repeat(found.steps, [len(pairs) for pairs in found.ages])
+    ages, tokens = np.concatenate(found.ages).T
+    edges = [_edges(found.steps[0], found.steps[-1], 120), _edges(0, int(ages.max(initial=0)), 80)]
+    share, *_ = np.histogram2d(steps, ages, bins=edges, weights=tokens)
+    share /= np.maximum(share.sum(axis=1, keepdims=True), 1)
+    mesh = axes.pcolormesh(*edges, np.ma.masked_equal(share.T, 0), norm=LogNorm(0.001, 1), cmap="viridis")
     axes.set(xlabel="optimizer updates", ylabel="age (optimizer updates)")
-    figure.colorbar(mesh, ax=axes, label="share of the update's tokens")
+    axes.grid(False)
+    figure.colorbar(mesh, ax=axes, label="share of the tokens")
     return figure
+
+
+def _edges(first: int, last: int, most: int) -> np.ndarray:
+    """Borders of cells that hold equally many of the whole numbers first .. last, `most` cells at most."""
+    width = -(-(last - first + 1) // most)
+    return np.arange(first, last + width + 1, width) - 0.5
 
 
 CLIP_PICTURES: dict[str, tuple[Callable[[ClipSummary], Figure], str]] = {
