@@ -16,6 +16,7 @@ from bapo.contracts import EngineError
 from bapo.evaluation import Scored, evaluate, metrics, scored_chunks
 from bapo.evaluation.estimators import estimates, majority, pass_at_k, standard_error
 from bapo.metrics import lookup
+from bapo.rollouts.draw import check_prompts
 from bapo.rollouts.hf import HFEngine
 from bapo.rollouts.prompt_format import PLAIN
 from bapo.rollouts.ranks import Ranks
@@ -330,17 +331,15 @@ def test_other_tasks_than_the_one_trained_on_are_evaluated(cache_dir, tmp_path) 
 
 def test_a_benchmark_is_checked_before_anything_is_drawn(tokenizer, model_folder) -> None:
     checked = []
-    collector = SimpleNamespace(task=Counting(3), check=lambda *arguments: checked.append(arguments), tokenizer=tokenizer)
-    collector.options = SimpleNamespace(prompt=PLAIN)
+    collector = SimpleNamespace(task=Counting(3), check=lambda *arguments: checked.append(arguments))
     trainer = SimpleNamespace(datamodule=SimpleNamespace(collector=collector))
     sampling, two = SamplingParams(max_tokens=4), Counting(2)
     Evaluate(sampling, benchmarks={"two": two, "none": None}).on_fit_start(trainer, None)
     assert checked == [("test", two.rows, sampling, "callbacks.evaluate.sampling", two)]
     two.rows[1] = Prompt("odd", "a1?", "1")
-    with pytest.raises(
-        ValueError, match=r"callbacks.evaluate, two: the tokenizer of .*: character '\?' has no token, in prompt 'odd'"
-    ):
-        Evaluate(sampling, benchmarks={"two": two}).on_fit_start(trainer, None)
+    unreadable = r"task Counting, split 'test': the tokenizer of .* cannot read prompt 'odd': character '\?' has no token"
+    with pytest.raises(ValueError, match=unreadable):
+        check_prompts(two, "test", two.rows, tokenizer, PLAIN, sampling, None, "sampling")
 
 
 # Side by side.

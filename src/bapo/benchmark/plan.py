@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 from bapo.benchmark.policy import PolicySource, find_policy, of_task
 from bapo.config_check import task_at
 from bapo.contracts import Task
-from bapo.evaluation import check_readable
 from bapo.evaluation.folder import task_name
 from bapo.policy.causal_lm import load_tokenizer
 from bapo.rollouts.draw import check_prompts
@@ -147,7 +146,6 @@ def _plan(
     tokenizer = load_tokenizer(source.like, **source.load)
     prompt_format = _prompt_format(source.run, cfg, parts["rollout"].prompt, overrides)
     sampling, dtype = parts["sampling"], parts["policy"].dtype or source.dtype
-    check_readable(tokenizer, prompt_format, problems, f"policy {source.path!r}, benchmark {name}")
     check_prompts(task, parts["split"], problems, tokenizer, prompt_format, sampling, source.positions, "sampling")
     identity = {
         "policy": source.fingerprint,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import lightning as L
 
 from bapo.contracts import Task
-from bapo.evaluation import check_readable, check_samples, evaluate
+from bapo.evaluation import check_samples, evaluate
 from bapo.rollouts.ranks import Ranks
 from bapo.types import Prompt, SamplingParams
 
@@ -59,10 +59,7 @@ class Evaluate(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses prompts that cannot be drawn from before the first pool is drawn."""
         collector = trainer.datamodule.collector  # type: ignore[attr-defined]
-        for name, task in self._sets(collector.task).items():
-            tokenizer, prompt = collector.tokenizer, collector.options.prompt
-            where = f"callbacks.evaluate, {name}: the tokenizer of {tokenizer.name_or_path!r}"
-            check_readable(tokenizer, prompt, self._prompts(task), where)
+        for task in self._sets(collector.task).values():
             collector.check(self.split, self._prompts(task), self.sampling, "callbacks.evaluate.sampling", task)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from bapo.contracts import EngineError, RolloutEngine, Task
 from bapo.evaluation.estimators import Estimate, estimates, majority, pass_at_k
 from bapo.rollouts.draw import Sample, draw
-from bapo.rollouts.prompt_format import PLACE, PLAIN, PromptFormat
+from bapo.rollouts.prompt_format import PLAIN, PromptFormat
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.seeds import derive_seed
 from bapo.types import Prompt, SamplingParams
@@ -48,26 +48,6 @@ def check_samples(samples: int, sampling: SamplingParams, field: str) -> None:
         raise ValueError(f"{field} is {samples}; it must be >= 1")
     if samples > 1 and sampling.temperature == 0:
         raise ValueError(f"{field} is {samples} at temperature 0: they would all be the same response")
-
-
-def check_readable(
-    tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat, problems: Sequence[Prompt], where: str
-) -> None:
-    """ValueError that names the first character that the tokenizer has no token for, as one of characters may lack.
-
-    where: what is asked of whom.
-    """
-    for problem in problems:
-        try:
-            prompt_format.encode(tokenizer, problem)
-        except ValueError:
-            raise
-        except Exception as error:  # the tokenizers' own class, which says no more than that a token is missing
-            known = tokenizer.get_vocab()
-            text = prompt_format.template.replace(PLACE, problem.text)
-            strange = next((character for character in text if character not in known), None)
-            what = str(error) if strange is None else f"character {strange!r} has no token"
-            raise ValueError(f"{where}: {what}, in prompt {problem.uid!r}; choose a policy that reads such texts") from error
 
 
 def answer_of(task: Task, response: str) -> str | None:

@@ -96,7 +96,7 @@ def check_prompts(
     positions: int | None,
     field: str,
 ) -> None:
-    """ValueError for prompts of a split from which nothing can be drawn: none, two of one uid, or one too long.
+    """ValueError for prompts of a split from which nothing can be drawn: none, two of one uid, one unreadable or too long.
 
     positions: the most tokens of prompt and response together, None if unknown. field: where the config holds `sampling`.
     """
@@ -106,7 +106,10 @@ def check_prompts(
     uid, count = Counter(prompt.uid for prompt in prompts).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{where}: {count} prompts have the uid {uid!r}; every uid must differ")
-    longest = max(len(prompt_format.encode(tokenizer, prompt)) for prompt in prompts)
+    try:
+        longest = max(len(prompt_format.encode(tokenizer, prompt)) for prompt in prompts)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     if positions is not None and longest + sampling.max_tokens > positions:
         raise ValueError(
             f"{field}.max_tokens is {sampling.max_tokens}; it must be <= {positions - longest}: the model has {positions} "

@@ -42,12 +42,22 @@ class PromptFormat:
         """The ids of a prompt, at least one.
 
         They begin with one beginning-of-sequence token, never two, where the tokenizer puts one in front by itself or the
-        template writes it; otherwise with none. Raises ValueError for an empty question, and for a chat where the tokenizer's
-        template is missing or refuses it.
+        template writes it; otherwise with none. Raises ValueError for an empty question, for one with a character that the
+        tokenizer has no token for, and for a chat where the tokenizer's template is missing or refuses it.
         """
         text = self.template.replace(PLACE, prompt.text)
         chat = self.kind == "chat"
-        ids = self._chat(tokenizer, text) if chat else tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            ids = self._chat(tokenizer, text) if chat else tokenizer(text, add_special_tokens=False)["input_ids"]
+        except ValueError:
+            raise
+        except Exception as error:  # the tokenizers' own class, which says no more than that a token is missing
+            known, name = tokenizer.get_vocab(), tokenizer.name_or_path
+            strange = next((character for character in text if character not in known), None)
+            what = str(error) if strange is None else f"character {strange!r} has no token"
+            raise ValueError(
+                f"the tokenizer of {name!r} cannot read prompt {prompt.uid!r}: {what}; choose another policy"
+            ) from error
         if not ids or not prompt.text:
             raise ValueError(f"prompt {prompt.uid!r} has the text {prompt.text!r}; it must hold at least one token")
         bos = getattr(tokenizer, "bos_token_id", None)
