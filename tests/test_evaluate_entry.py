@@ -473,7 +473,7 @@ def test_a_policy_that_is_made_here_is_meant_by_its_name(small, cache_dir) -> No
 
 def test_a_text_that_a_policy_cannot_read_is_refused(small, model_folder, monkeypatch) -> None:
     forbid_loading(monkeypatch)
-    message = r"task Arithmetic, split 'test': the tokenizer of '.*' cannot read prompt 'arithmetic/test/0': character ' ' has no token"
+    message = r"the tokenizer of '.*' cannot read prompt 'arithmetic/test/0': character ' ' has no token"
     with pytest.raises(ValueError, match=message):
         planned(*small[-3:], f"policy={model_folder}", "benchmark=arithmetic")
 
