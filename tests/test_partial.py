@@ -134,7 +134,7 @@ def test_the_last_span_asks_for_what_is_left_only(tokenizer):
     engine.load_weights([], 0)
     pool = made.collect(0, {}, VersionPolicy(0), 4, Ranks())
     by_length = Counter((len(r.prompt_ids) - 3, limit) for r, limit in engine.asked if r.sample_index == 1)
-    assert by_length == {(0, 5): 2, (5, 5): 2, (10, 2): 2}
+    assert by_length == {(0, 5): 6, (5, 5): 4, (10, 2): 2}  # two groups are begun with every draw
     lengths = pool.batch.response_mask.sum(dim=1)
     assert sorted(lengths.tolist()) == [1, 1, 12, 12]
     assert len({r.seed for r, _ in engine.asked}) == len(engine.asked)
@@ -144,14 +144,30 @@ def test_a_span_is_what_one_policy_drew_however_often_it_was_asked(tokenizer):
     engine = SpanEngine(lambda r: 11 if r.sample_index else 10, tokenizer.eos_token_id)
     engine.load_weights([], 0)
     pool = collector(engine, tokenizer, Length(), PartialRollouts(4, max_spans=2)).collect(0, {}, VersionPolicy(0), 4, Ranks())
-    assert len(engine.asked) == 12  # two groups of two, three times
+    assert len(engine.asked) == 4 + 8 + 12  # two more groups of two with every draw
     assert pool.meta["metrics"]["partial/spans_max"] == 1
     assert pool.meta["metrics"]["partial/dropped_groups"] == 0
     assert len(pool.rows) == 4
 
 
+def test_every_round_begins_as_many_groups_and_none_trains_on_the_shortest_alone(tokenizer):
+    """Nine of ten responses take three spans: the first round goes on until it has half of a usual pool."""
+    engine = SpanEngine(
+        lambda r: 2 + r.sample_index if r.uid.startswith("echo/3@") else 9 + r.sample_index, tokenizer.eos_token_id
+    )
+    made = collector(engine, tokenizer, Length(), PartialRollouts(4), prompts_per_round=10, max_attempts=5)
+    before, carried, drawn = {}, (), []
+    for round_index in range(5):
+        engine.load_weights([], 4 * round_index)
+        pool = made.collect(round_index, before, VersionPolicy(4 * round_index), 2, Ranks(), carried)
+        before, carried = pool.meta, pool.carried
+        drawn.append((before["next_prompt"], len(pool.rows) // 2, len(carried)))
+    # (begun so far, trained on, pending): three draws for the first pool; then as many are trained on as are begun.
+    assert drawn == [(30, 12, 18), (40, 10, 18), (50, 10, 18), (60, 10, 18), (70, 10, 18)]
+
+
 def test_a_group_that_too_many_policies_have_left_unfinished_is_given_up(tokenizer):
-    """Round 0 has one group of short responses among long ones; two policies give a long one eight tokens."""
+    """Round 0 has a group of short responses and one of long ones; two policies give a long one eight tokens."""
     short: list[str] = []
 
     def length(r):
@@ -160,14 +176,14 @@ def test_a_group_that_too_many_policies_have_left_unfinished_is_given_up(tokeniz
 
     first_uids: list[str] = []
     engine = SpanEngine(length, tokenizer.eos_token_id)
-    made = collector(engine, tokenizer, Length(), PartialRollouts(4, max_spans=2), prompts_per_round=3)
-    first_uids += [made._new_group(made.prompts[i], e).uid for i, e in prompt_slots(len(made.prompts), 0, 3, made.seed)]
+    made = collector(engine, tokenizer, Length(), PartialRollouts(4, max_spans=2))
+    first_uids += [made._new_group(made.prompts[i], e).uid for i, e in prompt_slots(len(made.prompts), 0, 2, made.seed)]
     engine.load_weights([], 0)
     first = made.collect(0, {}, VersionPolicy(0), 2, Ranks())
-    assert (len(first.rows), len(first.carried), first.meta["metrics"]["partial/dropped_groups"]) == (2, 2, 0)
+    assert (len(first.rows), len(first.carried), first.meta["metrics"]["partial/dropped_groups"]) == (2, 1, 0)
     engine.load_weights([], 4)
     second = made.collect(1, first.meta, VersionPolicy(4), 2, Ranks(), first.carried)
-    assert second.meta["metrics"]["partial/dropped_groups"] == 2
+    assert second.meta["metrics"]["partial/dropped_groups"] == 1
     assert second.meta["metrics"]["partial/dropped_length_mean"] == 8
     assert second.meta["metrics"]["partial/trained_length_mean"] == 2.5  # giving up favours short answers
     assert "partial/dropped_reward_mean" not in second.meta["metrics"]  # none of them was finished

@@ -136,8 +136,9 @@ class Collector:
         """What a round's pool is made of, by the engine, which serves weights of `version`, and the task.
 
         before: the meta of the round before it ({} for the first); carried: what that left unfinished. Every rank draws a share
-        of the prompts and returns the same whole, of which at least `least_rows` responses teach something. Raises RuntimeError
-        when `max_attempts` draws of `prompts_per_round` groups hold too few groups with differing rewards.
+        of the prompts and returns the same whole, of which at least `least_rows` responses teach something; with partial
+        rollouts it is half a usual pool, if `max_attempts` allow. Raises RuntimeError when `max_attempts` draws of
+        `prompts_per_round` groups hold too few groups with differing rewards.
         """
         start = time.perf_counter()
         options = self.options
@@ -145,19 +146,21 @@ class Collector:
         drawn.take_up(carried, self.max_age)
         if options.fill_pool:
             least_rows = max(least_rows, options.prompts_per_round * options.group_size)
-        for _ in range(options.max_attempts):
+        # Where responses take several rounds, the first would else train on the few groups that are short enough.
+        usual = options.prompts_per_round * options.group_size // 2 if options.partial else 0
+        for attempts_left in reversed(range(options.max_attempts)):
             self._draw(drawn, ranks)
             if drawn.samples and not any(s.verified for s in drawn.samples):
                 raise RuntimeError(f"round {round_index}: none of {len(drawn.samples)} responses could be verified")
             teach, all_drawn = int(drawn.kept.sum()), len(drawn.samples)
-            if teach >= least_rows:
+            if teach >= least_rows and (all_drawn >= usual or not attempts_left):
                 given_up = [
                     (group.prompt, m.rollout) for group in drawn.dropped for m in group.finished(options.sampling.max_tokens)
                 ]
                 drawn.dropped_samples = self._judge(given_up, ranks)
                 drawn.seconds = time.perf_counter() - start
                 return drawn
-            log.warning("round %d: %d of %d responses teach something; drawing more", round_index, teach, all_drawn)
+            log.warning("round %d: %d of %d finished responses teach something; drawing more", round_index, teach, all_drawn)
         fates = ""
         if options.partial:
             fates = (
@@ -201,9 +204,9 @@ class Collector:
         return Pool(batch, names, meta, tuple(waiting))
 
     def _draw(self, drawn: Drawn, ranks: Ranks) -> None:
-        """Begins as many groups as there is room for, extends all that are unfinished and judges those that are then done."""
+        """Begins `prompts_per_round` groups, extends all that are unfinished and judges those that are then done."""
         options = self.options
-        slots = prompt_slots(len(self.prompts), drawn.position, options.prompts_per_round - len(drawn.waiting), self.seed)
+        slots = prompt_slots(len(self.prompts), drawn.position, options.prompts_per_round, self.seed)
         groups = [*drawn.waiting, *(self._new_group(self.prompts[index], data_epoch) for index, data_epoch in slots)]
         tokens = options.partial.tokens_per_round if options.partial else None
 
