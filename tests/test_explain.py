@@ -105,7 +105,7 @@ def test_data_and_updates_of_a_tiny_run_by_hand() -> None:
 
 @pytest.mark.usefixtures("no_model")
 def test_ages_with_every_dial_turned() -> None:
-    stale = ("schedule.lag=2", "+replay=uniform", "schedule.replay.groups=3", "schedule.replay.rounds=2")
+    stale = ("schedule.lag=2", "+replay=default", "schedule.replay.groups=3", "schedule.replay.rounds=2")
     stale += ("+partial=default", "rollout.partial.tokens_per_round=4", "rollout.partial.max_spans=3")
     found = values(data_lines(explained(*TINY, *stale, "schedule.max_staleness=50")))
     assert found["responses per update"] == (6 + 3) * 4 // 4

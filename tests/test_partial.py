@@ -86,7 +86,7 @@ def test_a_response_of_two_spans_keeps_what_each_policy_said(tokenizer):
     task = Length()
     made = collector(engine, tokenizer, task, PartialRollouts(tokens_per_round=4), max_attempts=1)
     engine.load_weights([], 3)
-    with pytest.raises(RuntimeError, match=r"only 0 of 0 responses .* 2 groups are unfinished, 0 were given up"):
+    with pytest.raises(RuntimeError, match=r"only 0 of 0 finished responses .* 2 groups are unfinished, 0 were given up"):
         made.collect(0, {}, VersionPolicy(3), 2, Ranks())
 
     engine.asked.clear()
@@ -250,7 +250,7 @@ def test_groups_come_back_from_their_file_as_they_were(tokenizer, tmp_path):
 @given(
     seed=st.integers(0, 10**6),
     tokens=st.integers(1, 6),
-    max_spans=st.none() | st.integers(1, 4),
+    max_spans=st.none() | st.integers(2, 4),
     max_age=st.none() | st.integers(0, 8),
     loses=st.booleans(),
 )
@@ -367,7 +367,7 @@ def test_a_budget_that_no_response_exceeds_is_refused(small, tmp_path):
         run_experiment(tmp_path, *small, "rollout.partial.tokens_per_round=10")
     for bad, message in (
         ("tokens_per_round=0", "tokens_per_round is 0; it must be >= 1"),
-        ("max_spans=0", "max_spans is 0; it must be >= 1"),
+        ("max_spans=1", "max_spans is 1; it must be >= 2"),
     ):
         with pytest.raises(ValueError, match=message):
             run_experiment(tmp_path, *small, f"rollout.partial.{bad}")

@@ -127,7 +127,7 @@ def test_what_is_counted_agrees_with_what_is_logged_and_with_the_tokens(uninterr
 
 
 def test_rows_of_earlier_rounds_say_from_where_they_are(small, tmp_path):
-    run_experiment(tmp_path, *small, "+replay=uniform", "schedule.replay.groups=4", "trainer.max_rounds=2")
+    run_experiment(tmp_path, *small, "+replay=default", "schedule.replay.groups=4", "trainer.max_rounds=2")
     older = 0
     for record in records(tmp_path):
         for (number, row), length in zip(record.rows.tolist(), record.lengths.tolist(), strict=True):

@@ -76,7 +76,7 @@ RUNS = {
         "loss=m2po", "objective.aggregation=sequence_sum", "objective.sequence_constant=10",
         "objective.correction=sequence_mis", "trainer.precision=bf16-mixed",
     ],
-    "bapo, older data": ["+replay=uniform", "schedule.replay.groups=4", "schedule.lag=1", "trainer.max_rounds=3"],
+    "bapo, older data": ["+replay=default", "schedule.replay.groups=4", "schedule.lag=1", "trainer.max_rounds=3"],
 }  # fmt: skip
 
 

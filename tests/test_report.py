@@ -241,6 +241,8 @@ def test_labels_of_a_sweep_over_losses_and_seeds() -> None:
     ]
     assert distinguish(configs[:1]) == distinguish([{}]) == [""]
     assert distinguish([{"a": 1}, {"a": 1}, {"a": 2}]) == ["a 1", "a 1", "a 2"]
+    replay = {"schedule": {"replay": {"_target_": "x.Replay", "groups": 4}}}
+    assert distinguish([{"schedule": {"replay": None}}, replay]) == ["no replay", "Replay"]
 
 
 def test_a_pool_drawn_beside_the_training_counts_by_the_time_it_was_waited_for(tmp_path: Path) -> None:

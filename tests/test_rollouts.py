@@ -127,7 +127,7 @@ def test_too_few_differing_groups_draw_more_then_fail_with_the_numbers(tokenizer
     assert pool.meta["next_prompt"] == 8
     assert pool.meta["tokens_total"] == 64  # what the first draw cost is counted
     engine = ScriptedEngine(right_if(lambda r: False, tokenizer))
-    with pytest.raises(RuntimeError, match=r"round 0: after rollout.max_attempts=2 draws only 0 of 32 responses"):
+    with pytest.raises(RuntimeError, match=r"round 0: after rollout.max_attempts=2 draws only 0 of 32 finished responses"):
         collect(engine, tokenizer)
     assert engine.calls == 2
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, SMALL, random_batch, run_experiment
 from omegaconf import OmegaConf
+from test_configs import parts_of
 
 from bapo.contracts import EngineError
 from bapo.module import BapoModule
@@ -187,6 +188,20 @@ def test_a_bound_that_the_schedule_itself_breaks_is_refused(lag, bound, least):
         Schedule(2, 2, lag, max_staleness=bound)
     assert Schedule(2, 2, lag, max_staleness=least).max_age == 0
     assert Schedule(2, 2, lag).max_age is None
+
+
+@pytest.mark.parametrize("extra", [("+replay=default",), ("+partial=default", "rollout.partial.tokens_per_round=3")])
+@pytest.mark.parametrize(("lag", "least"), [(0, 7), (2, 15)])
+def test_a_bound_that_keeps_every_older_group_out_is_refused(extra, lag, least, small):
+    with pytest.raises(ValueError, match=rf"schedule.max_staleness is {least - 1}; with .* it must be >= {least}"):
+        parts_of(*small, *extra, f"schedule.lag={lag}", f"schedule.max_staleness={least - 1}")
+    parts_of(*small, *extra, f"schedule.lag={lag}", f"schedule.max_staleness={least}")
+    parts_of(*small, f"schedule.lag={lag}", f"schedule.max_staleness={least - 4}")
+
+
+def test_a_lag_that_no_round_will_have_is_said(small, caplog):
+    parts_of(*small, "schedule.lag=3", "trainer.max_rounds=3")
+    assert "schedule.lag is 3 and trainer.max_rounds 3: no round trains on data that old" in caplog.text
 
 
 def test_overlap_without_lag_is_refused():

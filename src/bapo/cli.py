@@ -59,9 +59,11 @@ def explain(error: Exception, overrides: Sequence[str] = (), config: str = "trai
         return f"{' '.join(o for o in overrides if o.endswith('=null'))}: a group cannot be null; name a file of conf/GROUP"
     if isinstance(error, HydraException) and (match := re.search(r"Could not override '([^']+)'", message)):
         overlay = re.search(r"To append to your default list use (\S+)", message)
-        near = overlay[1] if overlay else config_check.nearest(match[1], _known_keys(overrides, config))
+        near = (
+            overlay[1] if overlay else _section_of(match[1]) or config_check.nearest(match[1], _known_keys(overrides, config))
+        )
         message = f"unknown key {match[1]!r}" + (f"; nearest: {near!r}" if near else "")
-    if match := re.fullmatch(r"In '[^']*': Could not load '([\w./-]+)'\.?", message):
+    if match := re.fullmatch(r"In '[^']*': Could not (?:load|find) '([\w./-]+)'\.?", message):
         message = message.rstrip(".") + _files_beside(match[1])
     return message
 
@@ -72,6 +74,13 @@ def _files_beside(choice: str) -> str:
     names = sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group else []
     near = difflib.get_close_matches(name.removesuffix(".yaml"), names, n=1)
     return (f"; nearest: {near[0]!r}" if near else "") + (f"; conf/{group} has {', '.join(names)}" if names else "")
+
+
+def _section_of(key: str) -> str | None:
+    """The overlay that makes the section in which `key` would be: +partial=default for rollout.partial.max_spans."""
+    section = key.rpartition(".")[0]
+    files = (path for path in CONF.glob("*/default.yaml") if path.read_text().startswith(f"# @package {section}\n"))
+    return next((f"+{path.parent.name}=default" for path in files), None) if section else None
 
 
 def _known_keys(overrides: Sequence[str], config: str) -> set[str]:

@@ -132,7 +132,9 @@ def fits(value: Any, hint: Any) -> bool:
         fixed = origin is tuple and parts[-1:] != (...,)
         kinds = parts if fixed else parts[:1] * len(value)
         return not parts or (len(kinds) == len(value) and all(map(fits, value, kinds)))
-    if origin in (dict, Mapping, Callable) or dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint):
+        return isinstance(value, Mapping) and "_target_" in value
+    if origin in (dict, Mapping, Callable):
         return isinstance(value, Mapping)
     return True  # a library's own type: let it judge
 
@@ -245,6 +247,14 @@ def check_sizes(parts: Mapping[str, Any]) -> None:
         raise ValueError(
             f"rollout.partial.tokens_per_round is {rollout.partial.tokens_per_round}; it must be < "
             f"rollout.sampling.max_tokens, {rollout.sampling.max_tokens}: else every response is finished in its first round"
+        )
+    if rollout.partial:
+        schedule.check_room("rollout.partial")
+    if schedule.lag >= parts["trainer"].max_rounds:
+        log.warning(
+            "schedule.lag is %d and trainer.max_rounds %d: no round trains on data that old",
+            schedule.lag,
+            parts["trainer"].max_rounds,
         )
     pool, cut = rollout.prompts_per_round * rollout.group_size, schedule.minibatches_per_epoch
     if pool % cut:

@@ -29,7 +29,7 @@ class Task(Protocol):
 
 
 class EngineError(RuntimeError):
-    """The rollout engine failed, or cannot be trusted. What the trainer holds is whole and worth a checkpoint."""
+    """The rollouts failed, teach nothing, or cannot be trusted. What the trainer holds is whole and worth a checkpoint."""
 
 
 class RolloutEngine(Protocol):

@@ -89,4 +89,5 @@ def _build_training(job: Job, at_the_end: ExitStack) -> Training:
     tolerance = rollout.probe_tolerance or max(TOLERANCE[precision] for precision in precisions)
     data = RolloutDataModule(collector, schedule, job.folder / "rounds", parts["seed"], tolerance)
     data.connect(module)
+    at_the_end.callback(data.give_up)
     return Training(module, data, options.max_rounds * schedule.epochs_per_round)

@@ -25,13 +25,21 @@ def distinguish(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"loss": {"clip_low": 0.8}} -> {"loss.clip_low": 0.8}; lists are values."""
+    """{"loss": {"clip_low": 0.8}} -> {"loss.clip_low": 0.8}; lists are values.
+
+    What is null has a null `_target_` too, so that it differs from a section of the same name.
+    """
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat |= {f"{prefix}{key}": value} | ({f"{prefix}{key}._target_": None} if value is None else {})
     return flat
 
 
 def _setting(key: str, value: object) -> str:
     name = key.rsplit(".", 1)[-1]
+    if name == "_target_" and value is None:
+        return f"no {key.split('.')[-2]}"
     return str(value).rsplit(".", 1)[-1] if name == "_target_" else f"{name} {value}"

@@ -7,14 +7,14 @@ deviation over them, of each metric's mean over the last SHARE of a run's update
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from bapo.analysis.figures import STEP, held_out_names
-from bapo.analysis.labels import distinguish
+from bapo.analysis.labels import distinguish, flatten
 from bapo.analysis.report import read_config, read_rows
 from bapo.evaluation.folder import markdown
 from bapo.metrics import lookup
@@ -28,9 +28,10 @@ def runs_below(folders: Sequence[Path]) -> list[Path]:
     """Every run in and below the folders, once. ValueError for a folder without one."""
     found: dict[Path, None] = {}
     for folder in folders:
-        runs = sorted(path.parent for path in folder.rglob("metrics.csv") if path.with_name("config.yaml").is_file())
+        runs = [path.parent for path in sorted(folder.rglob("metrics.csv")) if path.with_name("config.yaml").is_file()]
+        runs = [run for run in runs if len((run / "metrics.csv").read_text().splitlines()) > 1]
         if not runs:
-            raise ValueError(f"FOLDER is {str(folder)!r}; there is no run in or below it")
+            raise ValueError(f"FOLDER is {str(folder)!r}; there is no run with an update in or below it")
         found |= dict.fromkeys(run.resolve() for run in runs)
     return list(found)
 
@@ -39,7 +40,7 @@ def late_mean(rows: Sequence[dict[str, float]], metric: str, share: float) -> fl
     """Mean of the metric's values over the last `share` of the updates; None if it has none there."""
     after = (1 - share) * rows[-1][STEP]
     values = [row[metric] for row in rows if row[STEP] > after and metric in row]
-    return statistics.fmean(values) if values else None
+    return float(np.mean(values)) if values else None
 
 
 def table(runs: Sequence[Path], share: float = 0.25, metrics: Sequence[str] = ()) -> str:
@@ -52,7 +53,8 @@ def table(runs: Sequence[Path], share: float = 0.25, metrics: Sequence[str] = ()
         alike.setdefault(label, []).append(run)
     lines = []
     for label, same in sorted(alike.items()):
-        line = {"runs": label or "all", "seeds": str(len(same)), "updates": _span([every[run][-1][STEP] for run in same])}
+        seeds = {read_config(run).get("seed") for run in same}
+        line = {"runs": label or "all", "seeds": str(len(seeds)), "updates": _span([every[run][-1][STEP] for run in same])}
         for metric in shown:
             means = [late_mean(every[run], metric, share) for run in same]
             line[metric] = _mean_and_deviation([mean for mean in means if mean is not None])
@@ -60,9 +62,23 @@ def table(runs: Sequence[Path], share: float = 0.25, metrics: Sequence[str] = ()
     return markdown(lines)
 
 
-def is_finished(run: Path) -> bool:
-    status = run / "status.json"
-    return status.is_file() and json.loads(status.read_text(encoding="utf-8")).get("status") == "finished"
+def warnings(folders: Sequence[Path], runs: Sequence[Path]) -> list[str]:
+    """Runs that a reader of the table should know of: without an update, not finished, or there twice."""
+    every = dict.fromkeys(path.parent.resolve() for folder in folders for path in sorted(folder.rglob("status.json")))
+    known = {run: read_config(run) for run in every if (run / "config.yaml").is_file() and "loss" in read_config(run)}
+    said = [f"without an update: {run}" for run in known if run not in runs]
+    said += [f"not finished: {run}" for run in runs if run in every and not _is_finished(run)]
+    for index, run in enumerate(runs):
+        said += [f"the same settings and seed: {other} and {run}" for other in runs[:index] if _same(other, run)]
+    return said
+
+
+def _same(one: Path, other: Path) -> bool:
+    return flatten(read_config(one) | {"name": None}) == flatten(read_config(other) | {"name": None})
+
+
+def _is_finished(run: Path) -> bool:
+    return '"finished"' in (run / "status.json").read_text(encoding="utf-8")
 
 
 def _span(values: Sequence[float]) -> str:
@@ -73,7 +89,7 @@ def _span(values: Sequence[float]) -> str:
 def _mean_and_deviation(values: Sequence[float]) -> str:
     if not values:
         return ""
-    return f"{statistics.fmean(values):.3f}" + (f" ({statistics.stdev(values):.3f})" if len(values) > 1 else "")
+    return f"{np.mean(values):.3f}" + (f" ({np.std(values, ddof=1):.3f})" if len(values) > 1 else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -92,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = table(runs, args.last, args.metric)
     except (ValueError, KeyError) as error:
         parser.error(str(error.args[0]))
-    if unfinished := [str(run) for run in runs if not is_finished(run)]:
-        print("warning: not finished:", *unfinished, file=sys.stderr)
+    for warning in warnings(args.folders, runs):
+        print(f"warning: {warning}", file=sys.stderr)
     print(text, end="")
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from bapo.contracts import EngineError
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
 class Ahead(Generic[Result]):
-    """Runs `work` in a thread from now on. A process that ends does not wait for it."""
+    """Runs `work` in a thread from now on."""
 
     def __init__(self, work: Callable[[], Result]):
         self._work = work
@@ -26,8 +31,15 @@ class Ahead(Generic[Result]):
             self._errors.append(error)
 
     def result(self) -> Result:
-        """What `work` returned, or raised; waits for it."""
+        """What `work` returned; waits for it. EngineError for what it raised, as the training beside it is none the worse."""
         self._thread.join()
-        if self._errors:
-            raise self._errors[0]
+        for error in self._errors:
+            if isinstance(error, EngineError) or not isinstance(error, Exception):
+                raise error
+            log.error("drawing beside the training failed", exc_info=error)
+            raise EngineError(f"drawing beside the training failed: {type(error).__name__}: {error}") from error
         return self._results[0]
+
+    def wait(self, seconds: float) -> None:
+        """Until it has ended, well or badly, or so long."""
+        self._thread.join(seconds)

@@ -15,6 +15,7 @@ import torch
 from bapo.contracts import PolicyHandle
 from bapo.data.ahead import Ahead
 from bapo.rollouts.collector import Collector
+from bapo.rollouts.drawn import Drawn
 from bapo.rollouts.groups import Group
 from bapo.rollouts.pool import Pool, load_carried, load_meta, load_pool
 from bapo.rollouts.probe import PROMPTS, check_probe, probe
@@ -69,6 +70,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.drawn = -1  # the newest round there has been; with the checkpoint it says which files must exist
         self._pool: Pool | None = None
         self._ahead: Callable[[], None] | None = None
+        self._work: Ahead[Drawn] | None = None
         self._group: Any = None
 
     def state_dict(self) -> dict[str, int]:
@@ -222,7 +224,7 @@ class RolloutDataModule(L.LightningDataModule):
         if ranks.world > 1 and self._group is None:  # training has the default group to itself
             self._group = torch.distributed.new_group(backend="gloo")
         apart = replace(ranks, group=self._group)
-        work = Ahead(lambda: self.collector.draw(index, before, policy.version(), least_rows, apart, carried))
+        self._work = work = Ahead(lambda: self.collector.draw(index, before, policy.version(), least_rows, apart, carried))
 
         def finish() -> None:
             start = time.perf_counter()
@@ -239,8 +241,15 @@ class RolloutDataModule(L.LightningDataModule):
         if finish is not None:
             finish()
 
+    def give_up(self) -> None:
+        """Ends a draw that nobody will wait for: a process must not end under a thread that computes."""
+        if self._ahead is not None and self._work is not None:
+            self._ahead = None
+            self.collector.engine.close()
+            self._work.wait(60)
+
     def teardown(self, stage: str) -> None:
-        self._pool = self._ahead = None
+        self._pool = None
 
 
 def _longest_first(rows: Any, pool: Pool) -> Any:

@@ -110,12 +110,18 @@ def load_facts(folder: Path, step: int) -> tuple[dict[str, Any], Array]:
 
 def load_update(folder: Path, step: int) -> UpdateRecord:
     """An update with the sequences of every rank, in rank order. ValueError, in one line, for a missing or damaged file."""
-    first = _load(record_path(folder, step))
-    parts = [first, *(_load(record_path(folder, step, rank)) for rank in range(1, int(first.facts["world"])))]
-    merged: dict[str, Any] = {}
-    for name in ARRAYS:
-        values = [getattr(part, name) for part in parts]
-        merged[name] = sum(values[1:], start=values[0]) if name in ADDED else np.concatenate(values)
+    try:
+        first = _load(record_path(folder, step))
+        parts = [first, *(_load(record_path(folder, step, rank)) for rank in range(1, int(first.facts["world"])))]
+        merged: dict[str, Any] = {}
+        for name in ARRAYS:
+            values = [getattr(part, name) for part in parts]
+            merged[name] = sum(values[1:], start=values[0]) if name in ADDED else np.concatenate(values)
+        found, _ = first.step, first.round
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{record_path(folder, step)} is damaged: {type(error).__name__}: {error}") from error
+    if found != step:
+        raise ValueError(f"{record_path(folder, step)} is damaged: it is the record of update {found}")
     return replace(first, **merged)
 
 
@@ -141,7 +147,7 @@ def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str,
             facts = json.loads(str(file["facts"]))
             arrays = {name: file[name] for name in names}
     except Exception as error:  # zip, zlib, numpy and JSON each have their own
-        raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path} is damaged: it cannot be read as an npz file with {', '.join(names)}") from error
     if facts.get("format") != FORMAT:
         raise ValueError(f"{path} has format {facts.get('format')}; this version reads {FORMAT}")
     return facts, arrays

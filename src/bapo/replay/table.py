@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
 from bapo.analysis.figures import COLOURS, STYLE
@@ -69,7 +70,7 @@ def page(outcomes: Sequence[Outcome], title: str, changes: Sequence[str], settin
 
 def agreement(outcomes: Sequence[Outcome]) -> str:
     """How well a replay that changes nothing gives what was recorded."""
-    farthest = max(abs(o.recorded.loss - o.replayed.loss) for o in outcomes)
+    farthest = float(np.max([abs(o.recorded.loss - o.replayed.loss) for o in outcomes]))  # nan if one is
     other = sum(map(bounds_differ, outcomes))
     text = f"Nothing changed. Largest difference to a recorded loss: {farthest:.2g}; other bounds than recorded in {other} of "
     text += f"{len(outcomes)} updates."

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from bapo.contracts import PolicyHandle, RolloutEngine, Task
+from bapo.contracts import EngineError, PolicyHandle, RolloutEngine, Task
 from bapo.rollouts.draw import RewardTerm, Sample, check_prompts, judge
 from bapo.rollouts.drawn import Drawn
 from bapo.rollouts.groups import Group, Member, PartialRollouts, extend, new_group
@@ -137,7 +137,7 @@ class Collector:
 
         before: the meta of the round before it ({} for the first); carried: what that left unfinished. Every rank draws a share
         of the prompts and returns the same whole, of which at least `least_rows` responses teach something; with partial
-        rollouts it is half a usual pool, if `max_attempts` allow. Raises RuntimeError when `max_attempts` draws of
+        rollouts it is half a usual pool, if `max_attempts` allow. Raises EngineError when `max_attempts` draws of
         `prompts_per_round` groups hold too few groups with differing rewards.
         """
         start = time.perf_counter()
@@ -147,13 +147,14 @@ class Collector:
         if options.fill_pool:
             least_rows = max(least_rows, options.prompts_per_round * options.group_size)
         # Where responses take several rounds, the first would else train on the few groups that are short enough.
-        usual = options.prompts_per_round * options.group_size // 2 if options.partial else 0
+        usual = options.prompts_per_round * options.group_size // 2
         for attempts_left in reversed(range(options.max_attempts)):
             self._draw(drawn, ranks)
-            if drawn.samples and not any(s.verified for s in drawn.samples):
-                raise RuntimeError(f"round {round_index}: none of {len(drawn.samples)} responses could be verified")
-            teach, all_drawn = int(drawn.kept.sum()), len(drawn.samples)
-            if teach >= least_rows and (all_drawn >= usual or not attempts_left):
+            go_on = options.partial is not None and attempts_left > 0
+            if drawn.samples and not any(s.verified for s in drawn.samples) and not go_on:
+                raise EngineError(f"round {round_index}: none of {len(drawn.samples)} responses could be verified")
+            teach, all_drawn = drawn.teaching(options.mask_truncated), len(drawn.samples)
+            if teach >= least_rows and (all_drawn >= usual or not go_on):
                 given_up = [
                     (group.prompt, m.rollout) for group in drawn.dropped for m in group.finished(options.sampling.max_tokens)
                 ]
@@ -161,17 +162,7 @@ class Collector:
                 drawn.seconds = time.perf_counter() - start
                 return drawn
             log.warning("round %d: %d of %d finished responses teach something; drawing more", round_index, teach, all_drawn)
-        fates = ""
-        if options.partial:
-            fates = (
-                f" {len(drawn.waiting)} groups are unfinished, {len(drawn.dropped)} were given up: a larger "
-                "rollout.partial.tokens_per_round, max_spans or rollout.max_attempts finishes more of them."
-            )
-        raise RuntimeError(
-            f"round {round_index}: after rollout.max_attempts={options.max_attempts} draws only {teach} of "
-            f"{all_drawn} responses are in groups with differing rewards; {least_rows} are needed.{fates} The task is too hard "
-            "or too easy for this policy: change the task, raise rollout.prompts_per_round or rollout.max_attempts."
-        )
+        raise EngineError(_empty_round(drawn, teach, least_rows, options))
 
     def finish(self, drawn: Drawn, before: dict[str, Any], policy: PolicyHandle, ranks: Ranks) -> Pool:
         """The pool of what was drawn. policy: as it was when the engine got its weights."""
@@ -193,6 +184,7 @@ class Collector:
             "round": drawn.round_index,
             "policy_version": drawn.version,
             "next_prompt": drawn.position,
+            "carried": len(waiting),
             "tokens_total": before.get("tokens_total", 0) + drawn.tokens,
             "sampling": asdict(options.sampling),
             "tokenizer": self.tokenizer.name_or_path,
@@ -262,3 +254,21 @@ class Collector:
         for rank, part in enumerate(ranks.gather(mine)):
             scored[:, rank :: ranks.world] = part
         return scored
+
+
+def _empty_round(drawn: Drawn, teach: int, needed: int, options: RolloutOptions) -> str:
+    """What is said when all attempts of a round have brought too little to train on."""
+    finished, unfinished, dropped = len(drawn.samples), len(drawn.waiting), len(drawn.dropped)
+    said = (
+        f"round {drawn.round_index}: after rollout.max_attempts={options.max_attempts} draws only {teach} of {finished} "
+        f"finished responses are in groups with differing rewards; {needed} are needed."
+    )
+    if unfinished or dropped:
+        said += (
+            f" {unfinished} groups are unfinished, {dropped} were given up: a larger rollout.partial.tokens_per_round, "
+            "max_spans or rollout.max_attempts finishes more of them."
+        )
+    if finished:
+        said += " The task is too hard or too easy for this policy: change it, or raise rollout.max_attempts"
+        said += "." if options.fill_pool else " or rollout.prompts_per_round."
+    return said

@@ -65,7 +65,9 @@ def judge(
     asked: Sequence[tuple[Prompt, Rollout]],
     terms: Mapping[str, RewardTerm],
 ) -> list[Sample]:
-    """A sample for each (prompt, rollout), in order; the task sees all of them at once."""
+    """A sample for each (prompt, rollout), in order; the task sees all of them at once, and is not asked about none."""
+    if not asked:
+        return []
     texts: list[Any] = [tokenizer.decode(list(r.response_ids), skip_special_tokens=True) for _, r in asked]
     rewards: Sequence[Any] = task.verify([prompt for prompt, _ in asked], texts)
     if not isinstance(rewards, Sequence):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bapo.advantages import zero_variance
+from bapo.contracts import EngineError
 from bapo.rollouts.draw import Sample
 from bapo.rollouts.groups import Group, Member, PartialRollouts
 
@@ -52,6 +53,11 @@ class Drawn:
         """Which samples are in groups with differing rewards, bool [N]."""
         return ~zero_variance(self.rewards, self.uids)
 
+    def teaching(self, mask_truncated: bool) -> int:
+        """Samples with tokens to train on, in groups with differing rewards."""
+        cut = torch.tensor([mask_truncated and s.rollout.finish_reason == "length" for s in self.samples], dtype=torch.bool)
+        return int((self.kept & ~cut).sum())
+
     def take_up(self, carried: Sequence[Group], max_age: int | None) -> None:
         """Goes on with what the round before left, but for groups with a token from more than `max_age` updates ago."""
         self.begun += len(carried)
@@ -63,6 +69,10 @@ class Drawn:
         self, asked: Sequence[Group], extended: Sequence[Group], new: int, max_tokens: int, partial: PartialRollouts | None
     ) -> None:
         """Sorts out what came back: `asked`, of which the last `new` were begun now, became `extended`, in any order."""
+        if wrong := [group.uid for group in extended if group.newest > self.version]:
+            raise EngineError(
+                f"the engine drew {wrong[0]!r} by newer weights than the version {self.version} that it was given"
+            )
         before = {group.uid: group.size for group in asked}
         came_back = {group.uid: group for group in extended}
         self.position += new

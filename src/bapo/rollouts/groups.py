@@ -38,9 +38,12 @@ class PartialRollouts:
     max_spans: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_round", "max_spans"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"rollout.partial.{name} is {value}; it must be >= 1")
+        if self.tokens_per_round < 1:
+            raise ValueError(f"rollout.partial.tokens_per_round is {self.tokens_per_round}; it must be >= 1")
+        if self.max_spans is not None and self.max_spans < 2:
+            raise ValueError(
+                f"rollout.partial.max_spans is {self.max_spans}; it must be >= 2: with 1 nothing is ever gone on with"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,11 @@ class Group:
         return min(member.rollout.policy_version for member in self.members)
 
     @property
+    def newest(self) -> int:
+        """Likewise of its newest; -1 if it has none."""
+        return max((version for member in self.members for version in member.rollout.versions), default=-1)
+
+    @property
     def spans(self) -> int:
         return max(member.spans for member in self.members)
 
@@ -119,12 +127,18 @@ def extend(
                 request = Request(r.uid, r.sample_index, seed, r.prompt_ids + r.response_ids)
                 asked[room if tokens is None else min(room, tokens)].append(request)
     drawn: dict[tuple[str, int], Rollout] = {}
+    count = 0
     for limit, requests in asked.items():
         answers = engine.generate(requests, replace(sampling, max_tokens=limit))
+        if long := [r.uid for r in answers if len(r.response_ids) > limit]:
+            raise EngineError(f"the engine gave {long[0]!r} more than the {limit} tokens that were asked for")
         drawn |= {(r.uid, r.sample_index): r for r in answers}
+        count += len(answers)
     wanted = {(r.uid, r.sample_index) for requests in asked.values() for r in requests}
     if stray := drawn.keys() - wanted:
         raise EngineError(f"the engine returned responses that nobody asked for, such as {min(stray)}")
+    if count > len(drawn):
+        raise EngineError(f"the engine returned {count} responses, and only {len(drawn)} different ones were asked for")
     lost = {uid for uid, _ in wanted - drawn.keys()}
     if lost:
         log.warning(

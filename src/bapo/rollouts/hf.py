@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from bapo.contracts import EngineError
 from bapo.types import Request, Rollout, SamplingParams
 
 
@@ -98,6 +99,7 @@ class HFEngine:
     ):
         self.batch_size = batch_size
         self.version = -1  # no version yet: `generate` needs a `load_weights` first
+        self.closed = False
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(model_path), dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -155,7 +157,7 @@ class HFEngine:
             generation_config=GenerationConfig(
                 max_new_tokens=sampling.max_tokens, do_sample=False, eos_token_id=sorted(self.eos_ids), pad_token_id=self.pad_id
             ),
-            logits_processor=LogitsProcessorList([sampler]),
+            logits_processor=LogitsProcessorList([self._unless_closed, sampler]),
         )
         responses = drawn[:, width:].tolist()
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
@@ -165,5 +167,11 @@ class HFEngine:
         end = next((t + 1 for t, token in enumerate(ids) if token in self.eos_ids), None)
         return request.answered(ids[:end], logprobs[:end], "stop" if end else "length", self.version)
 
+    def _unless_closed(self, ids: Tensor, scores: Tensor) -> Tensor:
+        if self.closed:
+            raise EngineError("the engine was closed while it drew")
+        return scores
+
     def close(self) -> None:
-        """Nothing outlives the object."""
+        """Ends a draw in another thread at its next token; nothing outlives the object."""
+        self.closed = True

@@ -21,7 +21,7 @@ from bapo.types import Batch, Rollout
 class Pool:
     """`batch` [N, T]; `rows` names each of the N sequences as (group uid, sample index, seed); `carried` is unfinished.
 
-    `meta` holds plain values only: round, policy_version, next_prompt, tokens_total, sampling,
+    `meta` holds plain values only: round, policy_version, next_prompt, carried (how many groups), tokens_total, sampling,
     tokenizer (where it was loaded from), metrics, timing. again: (round, row of that round's file) of the last sequences, those
     that are not this round's own.
     """
@@ -64,8 +64,12 @@ def _carried_path(folder: Path, round_index: int) -> Path:
 
 
 def load_carried(folder: Path, round_index: int) -> list[Group]:
-    """The groups that a round left unfinished. Raises ValueError for a damaged file."""
-    return load_groups(_carried_path(folder, round_index))
+    """The groups that a round left unfinished. Raises ValueError for a damaged or missing file."""
+    path, meta = _carried_path(folder, round_index), load_meta(folder, round_index) or {}
+    groups = load_groups(path)
+    if len(groups) != meta.get("carried", len(groups)):
+        raise ValueError(f"{path}.json holds {len(groups)} unfinished groups; round {round_index} left {meta['carried']}")
+    return groups
 
 
 def load_meta(folder: Path, round_index: int) -> dict[str, Any] | None:
@@ -74,9 +78,12 @@ def load_meta(folder: Path, round_index: int) -> dict[str, Any] | None:
     if not header.is_file():
         return None
     try:
-        return json.loads(header.read_text())
+        meta = json.loads(header.read_text())
     except ValueError as error:
         raise ValueError(f"{header} is damaged: {error}") from error
+    if not isinstance(meta, dict):
+        raise ValueError(f"{header} is damaged: it holds no object")
+    return meta
 
 
 def load_pool(folder: Path, round_index: int) -> Pool | None:
@@ -84,12 +91,16 @@ def load_pool(folder: Path, round_index: int) -> Pool | None:
     meta = load_meta(folder, round_index)
     if meta is None:
         return None
-    tensors = _paths(folder, round_index)[0]
+    tensors, header = _paths(folder, round_index)
     try:
         batch = Batch(**load_file(str(tensors)))
     except Exception as error:
         raise ValueError(f"{tensors} is damaged: {error}") from error
-    return Pool(batch, tuple((uid, index, seed) for uid, index, seed in meta.pop("rows")), meta)
+    try:
+        rows = tuple((uid, index, seed) for uid, index, seed in meta.pop("rows"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{header} is damaged: it does not name its rows") from error
+    return Pool(batch, rows, meta)
 
 
 def collate(rollouts: Sequence[Rollout], rewards: Tensor, advantages: Tensor, pad_id: int) -> Batch:

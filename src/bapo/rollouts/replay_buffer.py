@@ -43,7 +43,7 @@ class Replay:
         Advantages, behaviour log-probs and policy versions stay what they were. A group is left out when its oldest token was
         drawn more than `max_age` updates before the round's own data; None: no limit.
         """
-        newest = int(pool.batch.policy_version.max())
+        newest = pool.meta["policy_version"]
         generator = torch.Generator().manual_seed(derive_seed(seed, "replay", pool.meta["round"]))
         candidates = [(place, rows) for place, old in enumerate(older) for rows in young_groups(old, newest, max_age)]
         chosen = torch.randperm(len(candidates), generator=generator).tolist()

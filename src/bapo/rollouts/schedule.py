@@ -42,6 +42,8 @@ class Schedule:
                 f"schedule.max_staleness is {self.max_staleness}; it must be >= {self.ages(self.lag)[-1]}: so old do "
                 f"schedule.lag {self.lag} and {self.updates_per_round} updates per round make the data"
             )
+        if self.replay:
+            self.check_room("schedule.replay")
 
     @property
     def updates_per_round(self) -> int:
@@ -56,6 +58,15 @@ class Schedule:
     def max_age(self) -> int | None:
         """Updates by which a token may be older than the policy that its round's data are drawn by; None: any number."""
         return None if self.max_staleness is None else self.max_staleness - self.ages(self.lag)[-1]
+
+    def check_room(self, what: str) -> None:
+        """ValueError if `max_staleness` keeps even groups of the round before from being trained on. what: wants them."""
+        if self.max_age is not None and self.max_age < self.updates_per_round:
+            least = self.ages(self.lag)[-1] + self.updates_per_round
+            raise ValueError(
+                f"schedule.max_staleness is {self.max_staleness}; with {what} it must be >= {least}: groups of the round "
+                f"before are {self.updates_per_round} updates older than the round's own"
+            )
 
     def round_of(self, epoch: int) -> int:
         """The round that Lightning's epoch number `epoch` trains on."""
