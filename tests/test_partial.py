@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from test_rollouts import Echo
 
 from bapo.advantages import GroupRelativeAdvantage
+from bapo.contracts import EngineError
 from bapo.module import BapoModule
 from bapo.rollouts.collector import Collector, RolloutOptions
 from bapo.rollouts.groups import Group, PartialRollouts, load_groups, save_groups
-from bapo.rollouts.pool import load_pool
+from bapo.rollouts.pool import load_carried, load_pool
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import prompt_slots
 from bapo.types import Request, Rollout, SamplingParams, Scores
@@ -306,6 +307,45 @@ def test_truncated_responses_can_count_in_their_group_without_being_trained_on(t
     assert (pool.batch.advantages[~cut] < 0).all()  # because of the longer one
     assert (pool.batch.policy_version[cut] == -1).all()
     assert (pool.batch.behaviour_logprobs[cut] == 0).all()
+
+
+def test_a_pool_of_truncated_responses_alone_teaches_nothing(tokenizer):
+    engine = SpanEngine(lambda r: 50 + r.sample_index, tokenizer.eos_token_id)
+    engine.load_weights([], 0)
+    task = Length()
+    task.verify = lambda prompts, responses: [float(index % 2) for index, _ in enumerate(responses)]
+    with pytest.raises(EngineError, match=r"only 0 of 16 finished responses are in groups .* The task is too hard or too easy"):
+        collector(engine, tokenizer, task, None, mask_truncated=True).collect(0, {}, VersionPolicy(0), 2, Ranks())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda answers: [*answers, answers[0]], "returned 5 responses, and only 4 different ones"),
+        (lambda answers: [replace(r, versions=(), policy_version=99) for r in answers], "newer weights than the version 3"),
+        (lambda answers: [grown(r, 20) for r in answers], "more than the 12 tokens that were asked for"),
+    ],
+)
+def test_an_engine_whose_answers_cannot_be_right_is_not_believed(spoil, message, tokenizer):
+    engine = SpanEngine(lambda r: 3 + r.sample_index, tokenizer.eos_token_id)
+    engine.load_weights([], 3)
+    honest = engine.generate
+    engine.generate = lambda requests, sampling: spoil(honest(requests, sampling))
+    with pytest.raises(EngineError, match=message):
+        collector(engine, tokenizer, Length(), None).collect(0, {}, VersionPolicy(3), 2, Ranks())
+
+
+def grown(rollout: Rollout, tokens: int) -> Rollout:
+    return replace(rollout, response_ids=(2,) * tokens, sampler_logprobs=(-1.0,) * tokens, versions=())
+
+
+def test_a_file_of_unfinished_groups_that_is_gone_is_noticed(small, tmp_path):
+    run_experiment(tmp_path, *small)
+    count = len(load_carried(tmp_path / "rounds", 2))
+    assert count > 0
+    (tmp_path / "rounds" / "carried_00002.json").unlink()
+    with pytest.raises(ValueError, match=rf"carried_00002.json holds 0 unfinished groups; round 2 left {count}"):
+        load_carried(tmp_path / "rounds", 2)
 
 
 def test_a_pool_is_filled_with_groups_that_teach(tokenizer):

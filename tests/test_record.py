@@ -407,6 +407,13 @@ def test_a_correlation_takes_finite_pairs_only():
     assert correlation([], [])[1] == 0
 
 
+def test_a_record_of_another_update_is_noticed(tmp_path):
+    save_record(tmp_path, small_record(step=6), 0, EDGES)
+    record_path(tmp_path, 6).rename(record_path(tmp_path, 5))
+    with pytest.raises(ValueError, match=r"update_000005.npz is damaged: it is the record of update 6"):
+        load_update(tmp_path, 5)
+
+
 # The pictures.
 
 

@@ -33,6 +33,7 @@ class Echo:
         return self.rows
 
     def verify(self, prompts: list[Prompt], responses: list[str]) -> list[float]:
+        assert responses, "a task is not asked about none"
         return [float(response == prompt.answer) for prompt, response in zip(prompts, responses, strict=True)]
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -139,23 +142,63 @@ def test_a_run_that_draws_beside_its_training_stops_and_goes_on(small, tmp_path,
     assert (tmp_path / "cut" / "metrics.csv").read_text() == (tmp_path / "whole" / "metrics.csv").read_text()
 
 
-def test_an_engine_that_fails_beside_the_training_is_said_with_a_checkpoint(small, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (EngineError("the engine died"), "the engine died"),
+        (KeyError("a bug"), "drawing beside the training failed: KeyError: 'a bug'"),
+    ],
+)
+@pytest.mark.parametrize(("every", "saved"), [(1000, 4), (3, 3)])  # at the end of the round, or when a checkpoint is due
+def test_what_fails_beside_the_training_is_said_with_a_checkpoint(error, message, every, saved, small, tmp_path, monkeypatch):
     generate, calls = HFEngine.generate, []
 
     def fails_at_last(self, requests, sampling):
         if threading.current_thread().name == "rollouts":
-            raise EngineError("the engine died")
+            raise error
         calls.append(len(requests))
         return generate(self, requests, sampling)
 
     monkeypatch.setattr(HFEngine, "generate", fails_at_last)
     lagging = (*small, "schedule.lag=1", "schedule.overlap=true", "trainer.max_rounds=3")
-    with pytest.raises(EngineError, match="the engine died"):
-        run_experiment(tmp_path, *lagging, "callbacks.checkpoint.every_n_updates=1000")
-    assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == ["update=000004.ckpt"]
+    with pytest.raises(EngineError, match=message):
+        run_experiment(tmp_path, *lagging, f"callbacks.checkpoint.every_n_updates={every}")
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")] == [f"update={saved:06d}.ckpt"]
+    assert len([row for row in rows(tmp_path) if "policy/loss" in row]) == saved
     monkeypatch.setattr(HFEngine, "generate", generate)
     run_experiment(tmp_path, f"resume={tmp_path}")
     assert len(rows(tmp_path)) >= 12
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_run_that_draws_beside_its_training(small, tmp_path):
+    """The first waits for the draw, the second does not; and no process ends under a thread that computes."""
+    large = (
+        "rollout.prompts_per_round=1024",
+        "rollout.group_size=32",
+        "schedule.minibatches_per_epoch=256",
+        "task.train_size=400",
+    )
+    command = [
+        sys.executable,
+        str(REPOSITORY / "train.py"),
+        *small,
+        "threads=1",
+        "schedule.lag=1",
+        "schedule.overlap=true",
+        *large,
+    ]
+    run = subprocess.Popen([*command, f"hydra.run.dir={tmp_path}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    end = time.monotonic() + 120
+    while len(list((tmp_path / "updates").glob("*.npz"))) < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+    run.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    run.send_signal(signal.SIGINT)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, said[-3000:]
+    assert "terminate called" not in said
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "interrupted"
 
 
 def test_a_snapshot_scores_as_the_policy_did_and_leaves_it_alone(small, tmp_path, monkeypatch):

@@ -60,9 +60,14 @@ def explain(error: Exception, overrides: Sequence[str] = (), config: str = "trai
     if isinstance(error, HydraException) and (match := re.search(r"Could not override '([^']+)'", message)):
         overlay = re.search(r"To append to your default list use (\S+)", message)
         near = (
-            overlay[1] if overlay else _section_of(match[1]) or config_check.nearest(match[1], _known_keys(overrides, config))
+            overlay[1]
+            if overlay
+            else _section_of(match[1], overrides) or config_check.nearest(match[1], _known_keys(overrides, config))
         )
         message = f"unknown key {match[1]!r}" + (f"; nearest: {near!r}" if near else "")
+    if match := re.fullmatch(r"([\w.]+) is {.*}; it must be a section with a _target_ or null", message):
+        overlay = _section_of(f"{match[1]}.", overrides)
+        message += f": {overlay} makes one" if overlay else ""
     if match := re.fullmatch(r"In '[^']*': Could not (?:load|find) '([\w./-]+)'\.?", message):
         message = message.rstrip(".") + _files_beside(match[1])
     return message
@@ -76,11 +81,15 @@ def _files_beside(choice: str) -> str:
     return (f"; nearest: {near[0]!r}" if near else "") + (f"; conf/{group} has {', '.join(names)}" if names else "")
 
 
-def _section_of(key: str) -> str | None:
-    """The overlay that makes the section in which `key` would be: +partial=default for rollout.partial.max_spans."""
+def _section_of(key: str, overrides: Sequence[str]) -> str | None:
+    """The overlay that makes the section in which `key` would be: +partial=default for rollout.partial.max_spans.
+
+    None where there is none, or it was asked for.
+    """
     section = key.rpartition(".")[0]
     files = (path for path in CONF.glob("*/default.yaml") if path.read_text().startswith(f"# @package {section}\n"))
-    return next((f"+{path.parent.name}=default" for path in files), None) if section else None
+    overlay = next((f"+{path.parent.name}=default" for path in files), None)
+    return None if overlay in overrides else overlay
 
 
 def _known_keys(overrides: Sequence[str], config: str) -> set[str]:

@@ -21,18 +21,20 @@ class Ahead(Generic[Result]):
         self._work = work
         self._results: list[Result] = []
         self._errors: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, daemon=True, name="rollouts")
-        self._thread.start()
+        self._ended = threading.Event()  # a join that Ctrl-C interrupts takes its thread for ended
+        threading.Thread(target=self._run, daemon=True, name="rollouts").start()
 
     def _run(self) -> None:
         try:
             self._results.append(self._work())
         except BaseException as error:  # raised where it is waited for
             self._errors.append(error)
+        finally:
+            self._ended.set()
 
     def result(self) -> Result:
         """What `work` returned; waits for it. EngineError for what it raised, as the training beside it is none the worse."""
-        self._thread.join()
+        self._ended.wait()
         for error in self._errors:
             if isinstance(error, EngineError) or not isinstance(error, Exception):
                 raise error
@@ -42,4 +44,4 @@ class Ahead(Generic[Result]):
 
     def wait(self, seconds: float) -> None:
         """Until it has ended, well or badly, or so long."""
-        self._thread.join(seconds)
+        self._ended.wait(seconds)

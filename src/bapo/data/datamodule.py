@@ -228,7 +228,8 @@ class RolloutDataModule(L.LightningDataModule):
 
         def finish() -> None:
             start = time.perf_counter()
-            pool = self.collector.finish(work.result(), before, policy, ranks)
+            drawn, self._work = work.result(), None
+            pool = self.collector.finish(drawn, before, policy, ranks)
             self._file(pool, facts | {"time/wait": time.perf_counter() - start}, ranks)
             self.drawn = max(self.drawn, index)
             self.rest_engine()
@@ -243,10 +244,10 @@ class RolloutDataModule(L.LightningDataModule):
 
     def give_up(self) -> None:
         """Ends a draw that nobody will wait for: a process must not end under a thread that computes."""
-        if self._ahead is not None and self._work is not None:
-            self._ahead = None
+        if self._work is not None:
             self.collector.engine.close()
             self._work.wait(60)
+            self._work = self._ahead = None
 
     def teardown(self, stage: str) -> None:
         self._pool = None
