@@ -326,3 +326,19 @@ def test_the_command_prints_its_table_or_one_line(run_dir):
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr.startswith("error: loss=nope: it must be one of")
     assert bad.stderr.count("\n") == 1
+
+
+def test_the_example_of_the_page_computes_what_it_says(copy):
+    """The mean ratio of positive tokens, against the run's own metric."""
+    page = (REPOSITORY / "docs" / "replay.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    found: dict = {}
+    exec(block.replace("RUN_DIR", str(copy)), found)
+    record, positive = found["record"], np.concatenate(found["advantage"]) > 0
+    assert record.step == 3
+    assert 0 < positive.sum() < len(positive) == record.facts["tokens"]
+    assert positive.sum() == record.by_side[2].sum()
+    assert found["mean_ratio"] == pytest.approx(found["ratio"][positive].mean())
+    with (copy / "metrics.csv").open() as file:
+        logged = next(row for row in csv.DictReader(file) if row["trainer/global_step"] == "3")
+    assert found["ratio"].mean() == pytest.approx(float(logged["policy/ratio_mean"]), rel=1e-5)

@@ -113,6 +113,7 @@ def test_report_of_a_run(tmp_path: Path) -> None:
         "entropy (nats)": "0.125 first, 0.500 last",
         "mean clip_low": "0.675",
         "mean clip_high": "1.775",
+        "age of the data (updates)": "mean 0.3, at most 0",
         "updates with a bound off its start": "50%",
         "time in updates, refills and evaluations": "2.0 min",
     }

@@ -66,8 +66,8 @@ def explain(error: Exception, overrides: Sequence[str] = (), config: str = "trai
         )
         message = f"unknown key {match[1]!r}" + (f"; nearest: {near!r}" if near else "")
     if match := re.fullmatch(r"([\w.]+) is {.*}; it must be a section with a _target_ or null", message):
-        overlay = _section_of(f"{match[1]}.", overrides)
-        message += f": {overlay} makes one" if overlay else ""
+        maker = _section_of(f"{match[1]}.", overrides)
+        message += f": {maker} makes one" if maker else ""
     if match := re.fullmatch(r"In '[^']*': Could not (?:load|find) '([\w./-]+)'\.?", message):
         message = message.rstrip(".") + _files_beside(match[1])
     return message

@@ -97,6 +97,10 @@ def data_lines(parts: Mapping[str, Any]) -> list[Line]:
     return [
         Line("responses per round", pool, f"prompts {prompts} * G {group}"),
         Line("responses drawn for it", pool * draws, f"{pool:,} * {draws} draws, should groups teach nothing"),
+        *(
+            [Line("  kept of them with fill_pool", f"from {pool:,}", "the draw that fills the pool is kept whole")]
+            * rollout.fill_pool
+        ),
         Line("response tokens per round", pool * length, f"{pool:,} * max_tokens {length:,}"),
         Line("updates per round", updates, f"E {epochs} * mini-batches {cut}"),
         Line("responses per update", each, f"({pool:,}{again}) / {cut}" if again else f"{pool:,} / {cut}"),

@@ -95,13 +95,16 @@ def key_numbers(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
     for name, label in (named | {"policy/entropy": "entropy (nats)"}).items():
         steps, values = points(rows, name)
         if values:
-            best = (
-                f", best {max(values):.3f} at update {steps[values.index(max(values))]:.0f}" if name.startswith("eval/") else ""
-            )
+            best = f", best {max(values):.3f} at update {steps[values.index(max(values))]:.0f}" * name.startswith("eval/")
             facts[label] = f"{values[0]:.3f} first, {values[-1]:.3f} last{best}"
     for name in ("clip_low", "clip_high"):
         if values := points(rows, f"bounds/{name}")[1]:
             facts[f"mean {name}"] = f"{sum(values) / len(values):.3f}"
+    ages, oldest = points(rows, "staleness/mean")[1], points(rows, "staleness/max")[1]
+    if ages and oldest:
+        facts["age of the data (updates)"] = f"mean {sum(ages) / len(ages):.1f}, at most {max(oldest):.0f}"
+    if given_up := points(rows, "partial/dropped_groups")[1]:
+        facts["groups given up unfinished"] = f"{sum(given_up):.0f}"
     moved = share_moved(rows, config.get("loss") or {})
     return facts if moved is None else facts | {"updates with a bound off its start": f"{moved:.0%}"}
 
