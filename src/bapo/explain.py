@@ -87,20 +87,13 @@ def data_lines(parts: Mapping[str, Any]) -> list[Line]:
     rollout, schedule, trainer = parts["rollout"], parts["schedule"], parts["trainer"]
     prompts, group, length = rollout.prompts_per_round, rollout.group_size, rollout.sampling.max_tokens
     pool, updates, each = prompts * group, schedule.updates_per_round, responses_per_update(parts)
-    epochs, cut, rounds, draws = (
-        schedule.epochs_per_round,
-        schedule.minibatches_per_epoch,
-        trainer.max_rounds,
-        rollout.max_attempts,
-    )
+    epochs, cut = schedule.epochs_per_round, schedule.minibatches_per_epoch
+    rounds, draws = trainer.max_rounds, rollout.max_attempts
+    kept = "; fill_pool keeps all that do" if rollout.fill_pool else ""
     again = f" + replayed groups {schedule.replay.groups} * G {group}" if schedule.replay else ""
     return [
         Line("responses per round", pool, f"prompts {prompts} * G {group}"),
-        Line("responses drawn for it", pool * draws, f"{pool:,} * {draws} draws, should groups teach nothing"),
-        *(
-            [Line("  kept of them with fill_pool", f"from {pool:,}", "the draw that fills the pool is kept whole")]
-            * rollout.fill_pool
-        ),
+        Line("responses drawn for it", pool * draws, f"{pool:,} * {draws} draws, should groups teach nothing{kept}"),
         Line("response tokens per round", pool * length, f"{pool:,} * max_tokens {length:,}"),
         Line("updates per round", updates, f"E {epochs} * mini-batches {cut}"),
         Line("responses per update", each, f"({pool:,}{again}) / {cut}" if again else f"{pool:,} / {cut}"),
