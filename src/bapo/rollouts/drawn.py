@@ -20,8 +20,7 @@ class Drawn:
     judged `samples` of all that were done with their `members`, and the counts of everything else.
 
     position: in the prompts; begun: groups taken up or begun; lost: by the engine; dropped: given up for good, with the judged
-    `dropped_samples` of them that were finished; tokens: drawn in
-    this round, in `seconds`.
+    `dropped_samples` of those that were finished; tokens: drawn in this round, in `seconds`.
     """
 
     round_index: int
