@@ -20,7 +20,7 @@ from bapo.records.files import FOLDER, record_path, recorded_steps
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 COMMON = ("schedule.lag=1", "callbacks.evaluate=null")
-DEFAULT = ("rollout=vllm", "threads=1", "trainer.max_rounds=12")
+DEFAULT = ("rollout=vllm", "threads=1", "trainer.max_rounds=20")
 REPEATS = 3
 
 

@@ -290,7 +290,7 @@ def test_several_benchmarks_share_an_engine(small, trained, tmp_path, capsys, mo
 def test_a_benchmark_of_boxed_answers_is_judged_and_voted_on(byte_model, tmp_path, monkeypatch) -> None:
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in MATH500))
     tokenizer = transformers.AutoTokenizer.from_pretrained(byte_model)
-    texts = [r"\boxed{0.5}", r"so \boxed{\frac{1}{2}}", r"\boxed{2}", "no idea"]
+    texts = [r"\boxed{0.5}", r"so \boxed{\frac12}", r"\boxed{2}", "no idea"]
     plain = HFEngine.generate
 
     def generate(self, requests, sampling):
