@@ -59,16 +59,13 @@ def explain(error: Exception, overrides: Sequence[str] = (), config: str = "trai
         return f"{' '.join(o for o in overrides if o.endswith('=null'))}: a group cannot be null; name a file of conf/GROUP"
     if isinstance(error, HydraException) and (match := re.search(r"Could not override '([^']+)'", message)):
         overlay = re.search(r"To append to your default list use (\S+)", message)
-        near = (
-            overlay[1]
-            if overlay
-            else _section_of(match[1], overrides) or config_check.nearest(match[1], _known_keys(overrides, config))
-        )
+        near = overlay[1] if overlay else _section_of(match[1], overrides)
+        near = near or config_check.nearest(match[1], _known_keys(overrides, config))
         message = f"unknown key {match[1]!r}" + (f"; nearest: {near!r}" if near else "")
     if match := re.fullmatch(r"([\w.]+) is {.*}; it must be a section with a _target_ or null", message):
         maker = _section_of(f"{match[1]}.", overrides)
         message += f": {maker} makes one" if maker else ""
-    if match := re.fullmatch(r"In '[^']*': Could not (?:load|find) '([\w./-]+)'\.?", message):
+    if match := re.fullmatch(r"In '[^']*': Could not load '([\w./-]+)'\.?", message):
         message = message.rstrip(".") + _files_beside(match[1])
     return message
 

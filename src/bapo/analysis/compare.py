@@ -29,9 +29,9 @@ COMPARED = (
     "data_hash",
     "dtype",
 )
-JUDGING = ("task.mode", "task.answer_in")
-"""Of a task: what is right."""
 """Settings that have to be equal for two numbers of one benchmark to be comparable."""
+JUDGING = ("task.mode", "task.answer_in")
+"""Likewise of a task: what is right."""
 
 
 def read(folders: Sequence[Path]) -> tuple[list[Row], list[str]]:

@@ -7,6 +7,7 @@ deviation over them, of each metric's mean over the last SHARE of a run's update
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,13 +48,14 @@ def table(runs: Sequence[Path], share: float = 0.25, metrics: Sequence[str] = ()
     """Markdown. metrics: () for the held-out scores and `METRICS`."""
     every = {run: read_rows(run) for run in runs}
     shown = metrics or [*dict.fromkeys(name for rows in every.values() for name in held_out_names(rows)), *METRICS]
-    configs = [{key: value for key, value in read_config(run).items() if key not in APART} for run in runs]
+    configs = {run: read_config(run) for run in runs}
+    settings = [{key: value for key, value in config.items() if key not in APART} for config in configs.values()]
     alike: dict[str, list[Path]] = {}
-    for run, label in zip(runs, distinguish(configs), strict=True):
+    for run, label in zip(runs, distinguish(settings), strict=True):
         alike.setdefault(label, []).append(run)
     lines = []
     for label, same in sorted(alike.items()):
-        seeds = {read_config(run).get("seed") for run in same}
+        seeds = {configs[run].get("seed") for run in same}
         line = {"runs": label or "all", "seeds": str(len(seeds)), "updates": _span([every[run][-1][STEP] for run in same])}
         for metric in shown:
             means = [late_mean(every[run], metric, share) for run in same]
@@ -64,17 +66,13 @@ def table(runs: Sequence[Path], share: float = 0.25, metrics: Sequence[str] = ()
 
 def warnings(folders: Sequence[Path], runs: Sequence[Path]) -> list[str]:
     """Runs that a reader of the table should know of: without an update, not finished, or there twice."""
-    every = dict.fromkeys(path.parent.resolve() for folder in folders for path in sorted(folder.rglob("status.json")))
-    known = {run: read_config(run) for run in every if (run / "config.yaml").is_file() and "loss" in read_config(run)}
-    said = [f"without an update: {run}" for run in known if run not in runs]
+    every = [path.parent.resolve() for folder in folders for path in sorted(folder.rglob("status.json"))]
+    configs = {run: read_config(run) for run in dict.fromkeys([*runs, *every])}
+    said = [f"without an update: {run}" for run, config in configs.items() if run not in runs and "loss" in config]
     said += [f"not finished: {run}" for run in runs if run in every and not _is_finished(run)]
-    for index, run in enumerate(runs):
-        said += [f"the same settings and seed: {other} and {run}" for other in runs[:index] if _same(other, run)]
-    return said
-
-
-def _same(one: Path, other: Path) -> bool:
-    return flatten(read_config(one) | {"name": None}) == flatten(read_config(other) | {"name": None})
+    settings = {run: flatten(configs[run] | {"name": None}) for run in runs}
+    pairs = itertools.combinations(runs, 2)
+    return said + [f"the same settings and seed: {one} and {two}" for one, two in pairs if settings[one] == settings[two]]
 
 
 def _is_finished(run: Path) -> bool:
