@@ -5,9 +5,9 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from bapo.benchmark.run import run
-from bapo.benchmark.words import check_words, spelled_out
-from bapo.cli import cli
+from bapo.evaluation.run import run
+from bapo.evaluation.words import check_words, spelled_out
+from bapo.training.cli import cli
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")

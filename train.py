@@ -3,8 +3,8 @@
 import hydra
 from omegaconf import DictConfig
 
-from bapo.cli import cli
-from bapo.run import run
+from bapo.training.cli import cli
+from bapo.training.fit import run
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from bapo.callbacks.record import EDGES, record_of
 from bapo.ops.microbatch import SeenPart
 from bapo.records.files import FOLDER, load_update, recorded_steps, save_record
+from bapo.training.callbacks.record import EDGES, record_of
 from bapo.types import Batch, ClipBounds, LossInputs, MiniBatch
 
 TRAIN = Path(__file__).parents[1] / "train.py"

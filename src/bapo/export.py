@@ -20,13 +20,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from bapo.cli import cli
-from bapo.options import PolicyOptions
+from bapo.engines.weight_files import save_adapter
 from bapo.policy.causal_lm import CausalLMPolicy, load_model, load_tokenizer
 from bapo.policy.checkpoint import with_base
-from bapo.process import hush
-from bapo.rollouts.weight_files import save_adapter
-from bapo.run_folder import newest_checkpoint, read_config
+from bapo.policy.options import PolicyOptions
+from bapo.training.cli import cli
+from bapo.training.process import hush
+from bapo.training.run_folder import newest_checkpoint, read_config
 
 
 def export(run_dir: Path, out: Path, adapter: bool = False) -> None:

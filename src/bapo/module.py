@@ -17,8 +17,9 @@ from bapo.metrics import MetricParts
 from bapo.ops.microbatch import MicroBatch, cut_by_tokens
 from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy
-from bapo.policy.snapshot import PolicyThen
-from bapo.types import Adapter, Batch, ClipBounds, Loss, LossOutput, MiniBatch, Scores
+from bapo.policy.snapshot import PolicySnapshot
+from bapo.protocols import Loss
+from bapo.types import Adapter, Batch, ClipBounds, LossOutput, MiniBatch, TokenStats
 from bapo.updates import UpdateModule
 
 
@@ -54,23 +55,23 @@ class BapoModule(UpdateModule):
     def adapter(self) -> Adapter | None:
         return self.policy.adapter()
 
-    def score(self, batch: Batch) -> Scores:
+    def token_stats(self, batch: Batch) -> TokenStats:
         # As in training_step: under mixed precision the same weights give other numbers outside autocast.
         with self.trainer.precision_plugin.forward_context():
-            return self.policy.score(batch, self.token_budget)
+            return self.policy.token_stats(batch, self.token_budget)
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         (reference,) = self._reference
         if reference is None:
             return torch.zeros_like(batch.behaviour_logprobs)
         with self.trainer.precision_plugin.forward_context():
-            return reference.to(self.device).score(batch, self.token_budget).logprobs
+            return reference.to(self.device).token_stats(batch, self.token_budget).logprobs
 
     def version(self) -> int:
         return self.global_step
 
-    def as_it_is(self) -> PolicyThen:
-        return PolicyThen(self, [p for p in self.policy.parameters() if p.requires_grad])
+    def snapshot(self) -> PolicySnapshot:
+        return PolicySnapshot(self, [p for p in self.policy.parameters() if p.requires_grad])
 
     # -- one update --
 
@@ -117,7 +118,7 @@ class BapoModule(UpdateModule):
         elif learned is not None:
             self.loss.load_state_dict(learned)  # type: ignore[attr-defined]
 
-    def _score(self, micro: MicroBatch) -> Scores:
+    def _score(self, micro: MicroBatch) -> TokenStats:
         return self.policy(micro.batch, entropy_graph=self.objective.entropy_bonus > 0)
 
     def _weighted(self, batches: list[Batch]) -> list[MicroBatch]:
@@ -137,7 +138,7 @@ class BapoModule(UpdateModule):
         return weighted
 
     @torch.no_grad()
-    def _plan(self, micro_batches: list[MicroBatch], single: Scores | None) -> Plan:
+    def _plan(self, micro_batches: list[MicroBatch], single: TokenStats | None) -> Plan:
         """Pass 1: bounds and denominator of the whole update, in one collective. No pass where it cannot matter."""
         counts = torch.zeros(2, dtype=torch.float64, device=self.device)
         tally: Tensor | float = 0.0
@@ -156,7 +157,7 @@ class BapoModule(UpdateModule):
         return Plan(bounds, denominator=total[1], tokens=float(total[0]))
 
     def _regularised(
-        self, output: LossOutput, micro: MicroBatch, scores: Scores, denominator: Tensor
+        self, output: LossOutput, micro: MicroBatch, scores: TokenStats, denominator: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy loss with the objective's other terms, and their metrics."""
         objective, mask = self.objective, micro.batch.response_mask
@@ -192,7 +193,7 @@ class Plan:
     tokens: float
 
 
-def _state_metrics(batch: Batch, scores: Scores, version: int) -> dict[str, Tensor]:
+def _state_metrics(batch: Batch, scores: TokenStats, version: int) -> dict[str, Tensor]:
     age = torch.where(batch.response_mask, version - batch.policy_version, 0)
     return {"policy/entropy": scores.entropy.sum(), "staleness/mean": age.sum(), "staleness/max": age.max()}
 

@@ -1,4 +1,4 @@
-"""The values that travel from prompt to gradient, and what a loss has to do. Other contracts: `bapo.contracts`.
+"""The values that travel from prompt to gradient.
 
 Shapes: B sequences, T tokens, V vocabulary, G responses per prompt (group). Slot t of every [B, T] tensor speaks of token t of
 `input_ids`; rows are [prompt | response | padding], padded on the right. Log-probs and entropies are in nats, float32.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,14 +55,14 @@ class Request:
 
     def answered(
         self, ids: Sequence[int], logprobs: Sequence[float], finish_reason: Literal["stop", "length"], policy_version: int
-    ) -> Rollout:
+    ) -> Sample:
         """The rollout of this request with these response ids and the engine's log-probs of them."""
         drawn: dict[str, Any] = {"response_ids": tuple(ids), "sampler_logprobs": tuple(logprobs)}
-        return Rollout(**vars(self), **drawn, finish_reason=finish_reason, policy_version=policy_version)
+        return Sample(**vars(self), **drawn, finish_reason=finish_reason, policy_version=policy_version)
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Sample:
     """One drawn response as token ids, with the engine's log-prob of every token (temperature applied).
 
     `response_ids` holds the end-of-sequence token when the response ended by itself (`finish_reason` "stop"). versions: of the
@@ -85,7 +85,7 @@ class Rollout:
             object.__setattr__(self, "versions", (self.policy_version,) * len(self.response_ids))
         assert len(self.response_ids) == len(self.sampler_logprobs) == len(self.versions), self.uid
 
-    def continued(self, span: Rollout) -> Rollout:
+    def continued(self, span: Sample) -> Sample:
         """This response and, after it, the tokens of `span`, whose prompt ended with this one's ids."""
         assert span.prompt_ids == self.prompt_ids + self.response_ids, self.uid
         assert (span.uid, span.sample_index) == (self.uid, self.sample_index)
@@ -161,7 +161,7 @@ class MiniBatch:
 
 
 @dataclass(frozen=True)
-class Scores:
+class TokenStats:
     """What the policy says of given tokens: `logprobs` and `entropy` [B, T], float32, exactly 0 outside the response."""
 
     logprobs: Tensor
@@ -218,29 +218,3 @@ class Adapter:
 
     config: dict[str, Any]
     weights: dict[str, Tensor]
-
-
-class Loss(Protocol):
-    """A policy loss: tally every micro-batch, sum the tallies, choose bounds once, then call on every micro-batch."""
-
-    @property
-    def adaptive(self) -> bool:
-        """Do the bounds depend on the tally? If not, `choose` ignores it and no pass is spent on it."""
-        ...
-
-    @property
-    def bounds_scope(self) -> Literal["update", "micro_batch"]:
-        """What a tally is summed over before `choose`."""
-        ...
-
-    def tally(self, inputs: LossInputs) -> Tensor:
-        """A float64 vector that adds up over micro-batches and ranks. No autograd graph, no host synchronisation."""
-        ...
-
-    def choose(self, tally: Tensor) -> ClipBounds:
-        """The bounds of this update from the summed tally."""
-        ...
-
-    def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        """Loss of one micro-batch: its weighted token sum over `denominator`, a count over the whole update (0-dim)."""
-        ...

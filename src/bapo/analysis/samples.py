@@ -18,7 +18,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from bapo.run_folder import SAMPLES
+from bapo.training.run_folder import SAMPLES
 
 LONGEST = 800
 """Characters of a text that are shown; of a longer one, both ends."""

@@ -12,14 +12,14 @@ from typing import Any
 import lightning as L
 import torch
 
-from bapo.contracts import PolicyHandle
-from bapo.data.ahead import Ahead
+from bapo.data.background import Ahead
+from bapo.engines.sync_check import PROMPTS, check_sync, probe
+from bapo.protocols import PolicyHandle
 from bapo.rollouts.collector import Collector
-from bapo.rollouts.drawn import Drawn
 from bapo.rollouts.groups import Group
 from bapo.rollouts.pool import Pool, load_carried, load_meta, load_pool
-from bapo.rollouts.probe import PROMPTS, check_probe, probe
 from bapo.rollouts.ranks import Ranks
+from bapo.rollouts.round_state import Drawn
 from bapo.rollouts.schedule import Schedule, deal_minibatches
 from bapo.types import MiniBatch
 
@@ -54,17 +54,17 @@ class RolloutDataModule(L.LightningDataModule):
     """Epoch n trains on the pool of round n // E. A pool is a file in `rounds_dir`: there -> loaded, not there -> collected.
     With `schedule.lag` k the pools up to round n + k are collected before round n. So `train_dataloader` may be called any
     number of times, and a resumed run keeps its calendar. `connect` gives it the policy
-    in training; `on_phase` is told "refill", "eval" and "train" as they begin. probe_tolerance: how far, in nats, the engine's
+    in training; `on_phase` is told "refill", "eval" and "train" as they begin. sync_tolerance: how far, in nats, the engine's
     log-probs may be from the policy's.
     """
 
-    def __init__(self, collector: Collector, schedule: Schedule, rounds_dir: Path, seed: int, probe_tolerance: float):
+    def __init__(self, collector: Collector, schedule: Schedule, rounds_dir: Path, seed: int, sync_tolerance: float):
         super().__init__()
         self.collector = collector
         self.schedule = schedule
         self.rounds_dir = rounds_dir
         self.seed = seed
-        self.probe_tolerance = probe_tolerance
+        self.sync_tolerance = sync_tolerance
         self.policy: PolicyHandle | None = None
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.drawn = -1  # the newest round there has been; with the checkpoint it says which files must exist
@@ -96,7 +96,7 @@ class RolloutDataModule(L.LightningDataModule):
         sampling, pad_id = collector.options.sampling, int(collector.tokenizer.pad_token_id)
         prompts = [collector.options.prompt.encode(collector.tokenizer, p) for p in collector.prompts[:PROMPTS]]
         found = max(ranks.gather_from(lambda: probe(collector.engine, policy, prompts, sampling, pad_id)))
-        check_probe(found, self.probe_tolerance, sampling.temperature, policy.version())
+        check_sync(found, self.sync_tolerance, sampling.temperature, policy.version())
         return {"time/sync": time.perf_counter() - start, "mismatch/probe_max_diff": found}
 
     def _load_engine(self, ranks: Ranks) -> None:
@@ -220,7 +220,7 @@ class RolloutDataModule(L.LightningDataModule):
     ) -> None:
         """Begins to draw a pool in a thread. `settle` has it scored by the weights that draw it, and filed."""
         assert self.policy is not None
-        policy = self.policy.as_it_is()
+        policy = self.policy.snapshot()
         if ranks.world > 1 and self._group is None:  # training has the default group to itself
             self._group = torch.distributed.new_group(backend="gloo")
         apart = replace(ranks, group=self._group)

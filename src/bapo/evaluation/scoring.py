@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bapo.contracts import EngineError, RolloutEngine, Task
 from bapo.evaluation.estimators import Estimate, estimates, majority, pass_at_k
-from bapo.rollouts.draw import Sample, draw
+from bapo.protocols import Engine, EngineError, Task
+from bapo.rollouts.grading import GradedSample, draw
 from bapo.rollouts.prompt_format import PLAIN, PromptFormat
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.seeds import derive_seed
@@ -57,7 +57,7 @@ def answer_of(task: Task, response: str) -> str | None:
 
 
 def scored_chunks(
-    engine: RolloutEngine,
+    engine: Engine,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     prompt_format: PromptFormat,
@@ -97,7 +97,7 @@ def scored_chunks(
         yield [found[key] for key in wanted]
 
 
-def _scored(task: Task, prompt: Prompt, sample: Sample) -> Scored:
+def _scored(task: Task, prompt: Prompt, sample: GradedSample) -> Scored:
     rollout = sample.rollout
     return Scored(
         uid=rollout.uid,
@@ -144,7 +144,7 @@ def metrics(scored: Sequence[Scored], samples: int, passes: Sequence[int] | None
 
 
 def evaluate(
-    engine: RolloutEngine,
+    engine: Engine,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],

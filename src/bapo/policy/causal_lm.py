@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from bapo.ops.logprobs import token_logprobs
 from bapo.ops.microbatch import cut_by_tokens
 from bapo.policy.lora import adapter_of, merged_weights
-from bapo.types import Adapter, Batch, Scores
+from bapo.types import Adapter, Batch, TokenStats
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class CausalLMPolicy(nn.Module):
         self.chunk_tokens = chunk_tokens
         switch_off_dropout(model)
 
-    def forward(self, batch: Batch, entropy_graph: bool = False) -> Scores:
-        """Scores of the response tokens of `batch` [B, T]; no other position is ever projected to the vocabulary."""
+    def forward(self, batch: Batch, entropy_graph: bool = False) -> TokenStats:
+        """TokenStats of the response tokens of `batch` [B, T]; no other position is ever projected to the vocabulary."""
         hidden = self.model.base_model(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), use_cache=False
         ).last_hidden_state
@@ -49,13 +49,13 @@ class CausalLMPolicy(nn.Module):
             entropy_graph,
         )
         blank = torch.zeros(batch.input_ids.shape, dtype=torch.float32, device=hidden.device)
-        return Scores(
+        return TokenStats(
             logprobs=blank.masked_scatter(batch.response_mask, logprobs),
             entropy=blank.masked_scatter(batch.response_mask, entropy),
         )
 
     @torch.no_grad()
-    def score(self, batch: Batch, token_budget: int) -> Scores:
+    def token_stats(self, batch: Batch, token_budget: int) -> TokenStats:
         """As `forward`, without a graph, in micro-batches of at most `token_budget` tokens, on the CPU."""
         device = next(self.parameters()).device
         logprobs = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
@@ -65,7 +65,7 @@ class CausalLMPolicy(nn.Module):
             width = scores.logprobs.shape[1]
             logprobs[rows, :width] = scores.logprobs.cpu()
             entropy[rows, :width] = scores.entropy.cpu()
-        return Scores(logprobs, entropy)
+        return TokenStats(logprobs, entropy)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its transformers name, an adapter merged into it; a tied head appears once, as the embedding."""

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from bapo.contracts import PolicyHandle
-from bapo.types import Adapter, Batch, Scores
+from bapo.protocols import PolicyHandle
+from bapo.types import Adapter, Batch, TokenStats
 
 
-class PolicyThen:
+class PolicySnapshot:
     """A PolicyHandle on `policy` with the weights that it has now; they are kept on the CPU.
 
     parameters: those of `policy` that training changes.
@@ -24,9 +24,9 @@ class PolicyThen:
     def version(self) -> int:
         return self._version
 
-    def score(self, batch: Batch) -> Scores:
+    def token_stats(self, batch: Batch) -> TokenStats:
         with self._in_place():
-            return self._policy.score(batch)
+            return self._policy.token_stats(batch)
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         return self._policy.reference_logprobs(batch)
@@ -39,7 +39,7 @@ class PolicyThen:
         with self._in_place():
             return self._policy.adapter()
 
-    def as_it_is(self) -> PolicyThen:
+    def snapshot(self) -> PolicySnapshot:
         return self
 
     @contextmanager

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from bapo.contracts import EngineError, PolicyHandle, RolloutEngine, Task
-from bapo.rollouts.draw import RewardTerm, Sample, check_prompts, judge
-from bapo.rollouts.drawn import Drawn
+from bapo.protocols import Engine, EngineError, PolicyHandle, Task
+from bapo.rollouts.grading import GradedSample, RewardTerm, check_prompts, judge
 from bapo.rollouts.groups import Group, Member, PartialRollouts, extend, new_group
 from bapo.rollouts.pool import Pool, collate, without_truncated
 from bapo.rollouts.pool_metrics import mismatch_metrics, partial_metrics, pool_metrics
+from bapo.rollouts.preview import shown
 from bapo.rollouts.prompt_format import PLAIN, PromptFormat
 from bapo.rollouts.ranks import Ranks
+from bapo.rollouts.round_state import Drawn
 from bapo.rollouts.schedule import prompt_slots
 from bapo.rollouts.seeds import derive_seed
-from bapo.rollouts.shown import shown
-from bapo.types import Batch, Prompt, Rollout, SamplingParams
+from bapo.types import Batch, Prompt, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -41,25 +41,25 @@ class RolloutOptions:
     response cut by max_tokens counts in its group, and none of its tokens is trained on. partial: responses may take several
     rounds.
     `prompt`: what a question looks like to the model, in training and evaluation. Training prompts of more than
-    `max_prompt_tokens` tokens are left out. probe_tolerance: nats by which engine and trainer may differ after a sync; None:
-    what `bapo.rollouts.probe` allows for their precision.
+    `max_prompt_tokens` tokens are left out. sync_tolerance: nats by which engine and trainer may differ after a sync; None:
+    what `bapo.engines.sync_check` allows for their precision.
     """
 
-    engine: Callable[..., RolloutEngine]
+    engine: Callable[..., Engine]
     sampling: SamplingParams
     prompts_per_round: int = 64
     group_size: int = 8
     max_attempts: int = 3
     prompt: PromptFormat = PLAIN
     max_prompt_tokens: int | None = None
-    probe_tolerance: float | None = None
+    sync_tolerance: float | None = None
     fill_pool: bool = False
     mask_truncated: bool = False
     partial: PartialRollouts | None = None
 
     def __post_init__(self) -> None:
-        if self.probe_tolerance is not None and not 0 < self.probe_tolerance < math.inf:
-            raise ValueError(f"rollout.probe_tolerance is {self.probe_tolerance}; it must be > 0 and finite, or null")
+        if self.sync_tolerance is not None and not 0 < self.sync_tolerance < math.inf:
+            raise ValueError(f"rollout.sync_tolerance is {self.sync_tolerance}; it must be > 0 and finite, or null")
         for name in ("prompts_per_round", "group_size", "max_attempts", "max_prompt_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"rollout.{name} is {value}; it must be >= 1")
@@ -74,7 +74,7 @@ class Collector:
     max_age: updates by which a token that waited unfinished may be older than its round's policy; None: any number.
     """
 
-    engine: RolloutEngine
+    engine: Engine
     task: Task
     tokenizer: PreTrainedTokenizerBase
     advantage: Advantage
@@ -211,7 +211,7 @@ class Collector:
         done = [(group.prompt, member.rollout) for group in drawn.done for member in group.members]
         drawn.samples += self._judge(done, ranks)
 
-    def _judge(self, answers: Sequence[tuple[Prompt, Rollout]], ranks: Ranks) -> list[Sample]:
+    def _judge(self, answers: Sequence[tuple[Prompt, Sample]], ranks: Ranks) -> list[GradedSample]:
         return ranks.share(answers, lambda mine: judge(self.task, self.tokenizer, mine, self.terms))
 
     def _new_group(self, prompt: Prompt, data_epoch: int) -> Group:
@@ -248,7 +248,7 @@ class Collector:
         mine = scored[:, rows]
         if len(rows):
             share = batch.select(rows)
-            scores = policy.score(share)
+            scores = policy.token_stats(share)
             found = torch.stack([scores.logprobs, scores.entropy, policy.reference_logprobs(share)])
             mine[:, :, : share.input_ids.shape[1]] = found
         for rank, part in enumerate(ranks.gather(mine)):

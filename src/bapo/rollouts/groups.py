@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bapo.contracts import EngineError, RolloutEngine
-from bapo.types import Prompt, Request, Rollout, SamplingParams
+from bapo.protocols import Engine, EngineError
+from bapo.types import Prompt, Request, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Member:
     scores: float32 [3, n], behaviour log-prob, entropy and reference log-prob of its first n tokens, n <= its length.
     """
 
-    rollout: Rollout
+    rollout: Sample
     scores: Tensor
 
     @property
@@ -101,12 +101,12 @@ class Group:
 
 def new_group(uid: str, prompt: Prompt, prompt_ids: tuple[int, ...], samples: int) -> Group:
     """A group of which nothing is drawn yet."""
-    blank = [Rollout(uid, index, -1, prompt_ids, (), (), "length", -1) for index in range(samples)]
+    blank = [Sample(uid, index, -1, prompt_ids, (), (), "length", -1) for index in range(samples)]
     return Group(uid, prompt, tuple(Member(rollout, torch.zeros(3, 0)) for rollout in blank))
 
 
 def extend(
-    engine: RolloutEngine,
+    engine: Engine,
     groups: Sequence[Group],
     sampling: SamplingParams,
     seed_of: Callable[[str, int, int], int],
@@ -126,7 +126,7 @@ def extend(
                 seed = seed_of(r.uid, r.sample_index, len(r.response_ids))
                 request = Request(r.uid, r.sample_index, seed, r.prompt_ids + r.response_ids)
                 asked[room if tokens is None else min(room, tokens)].append(request)
-    drawn: dict[tuple[str, int], Rollout] = {}
+    drawn: dict[tuple[str, int], Sample] = {}
     count = 0
     for limit, requests in asked.items():
         answers = engine.generate(requests, replace(sampling, max_tokens=limit))
@@ -149,7 +149,7 @@ def extend(
     return [replace(group, members=tuple(_extended(member, drawn) for member in group.members)) for group in whole]
 
 
-def _extended(member: Member, drawn: dict[tuple[str, int], Rollout]) -> Member:
+def _extended(member: Member, drawn: dict[tuple[str, int], Sample]) -> Member:
     span = drawn.get((member.rollout.uid, member.rollout.sample_index))
     if span is None:
         return member
@@ -207,7 +207,7 @@ def _group(row: dict[str, Any], tensors: dict[str, Tensor], at: dict[str, int]) 
     for m in row["members"]:
         prompt, response, scored = m["sizes"]
         here = slice(at["response"], at["response"] + response)
-        rollout = Rollout(
+        rollout = Sample(
             row["uid"],
             m["sample_index"],
             m["seed"],

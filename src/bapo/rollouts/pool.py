@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bapo.rollouts.groups import Group, load_groups, save_groups
-from bapo.types import Batch, Rollout
+from bapo.types import Batch, Sample
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def load_pool(folder: Path, round_index: int) -> Pool | None:
     return Pool(batch, rows, meta)
 
 
-def collate(rollouts: Sequence[Rollout], rewards: Tensor, advantages: Tensor, pad_id: int) -> Batch:
+def collate(rollouts: Sequence[Sample], rewards: Tensor, advantages: Tensor, pad_id: int) -> Batch:
     """Rows of token ids -> tensors [N, T]. What a policy scores comes later.
 
     `behaviour_logprobs` starts as a copy of `sampler_logprobs`.
@@ -139,7 +139,7 @@ def collate(rollouts: Sequence[Rollout], rewards: Tensor, advantages: Tensor, pa
     )
 
 
-def without_truncated(batch: Batch, rollouts: Sequence[Rollout]) -> Batch:
+def without_truncated(batch: Batch, rollouts: Sequence[Sample]) -> Batch:
     """`batch`, whose rows are `rollouts`, with no token left to train on in those that were cut by max_tokens."""
     cut = torch.tensor([r.finish_reason == "length" for r in rollouts])[:, None]
     fields = ("behaviour_logprobs", "sampler_logprobs", "behaviour_entropy")

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bapo.rollouts.draw import Sample
-from bapo.rollouts.drawn import Drawn
+from bapo.rollouts.grading import GradedSample
 from bapo.rollouts.groups import Member
+from bapo.rollouts.round_state import Drawn
 from bapo.types import Batch
 
 
-def pool_metrics(samples: Sequence[Sample], rewards: Tensor, kept: Tensor, group_size: int, lost: int) -> dict[str, float]:
+def pool_metrics(
+    samples: Sequence[GradedSample], rewards: Tensor, kept: Tensor, group_size: int, lost: int
+) -> dict[str, float]:
     """`rollout/*` over every response that was finished, kept or not. lost: groups of which the engine lost a response."""
     lengths = torch.tensor([len(s.rollout.response_ids) for s in samples], dtype=torch.float64)
     correctness = torch.tensor([s.correctness for s in samples])

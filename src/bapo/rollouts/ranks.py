@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from bapo.contracts import EngineError
+from bapo.protocols import EngineError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ from bapo.types import Batch
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayBuffer:
     """Every round trains on `groups` more groups, drawn from the pools of the `rounds` rounds before it.
 
     order: uniform, every group is as likely as any other; newest, later rounds first.

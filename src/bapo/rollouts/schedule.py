@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapo.rollouts.replay_buffer import Replay
+from bapo.rollouts.replay_buffer import ReplayBuffer
 from bapo.rollouts.seeds import derive_seed
 
 
@@ -25,7 +25,7 @@ class Schedule:
     epochs_per_round: int = 4
     minibatches_per_epoch: int = 4
     lag: int = 0
-    replay: Replay | None = None
+    replay: ReplayBuffer | None = None
     overlap: bool = False
     max_staleness: int | None = None
 

@@ -68,7 +68,7 @@ class SftModule(UpdateModule):
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in data.test_batches(self.trainer.global_rank, self.trainer.world_size):
             with self.trainer.precision_plugin.forward_context():
-                scores = self.policy.score(batch, self.token_budget)
+                scores = self.policy.token_stats(batch, self.token_budget)
             sums += torch.stack([-scores.logprobs.double().sum(), batch.response_mask.sum().double()]).to(self.device)
         total, tokens = self._gather(sums).sum(dim=0).tolist()
         self.log_row({"sft/test_loss": total / tokens, "time/eval": time.perf_counter() - start})

@@ -19,7 +19,7 @@ from bapo.rollouts.prompt_format import PromptFormat
 from bapo.rollouts.schedule import Schedule, deal_minibatches
 from bapo.rollouts.seeds import derive_seed
 from bapo.sft.demonstrations import Demonstration
-from bapo.types import Batch, MiniBatch, Prompt, Rollout
+from bapo.types import Batch, MiniBatch, Prompt, Sample
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def padded(rows: Sequence[Row], pad_id: int) -> Batch:
     for row in rows:
         ids = row.ids.tolist()
         response = tuple(ids[row.prompt :])
-        rollouts.append(Rollout("", 0, 0, tuple(ids[: row.prompt]), response, (0.0,) * len(response), "stop", 0))
+        rollouts.append(Sample("", 0, 0, tuple(ids[: row.prompt]), response, (0.0,) * len(response), "stop", 0))
     return collate(rollouts, nothing, nothing, pad_id)
 
 

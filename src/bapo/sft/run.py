@@ -12,14 +12,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from bapo import config_check
 from bapo.export import write_model
-from bapo.job import Entry, Job, Training, open_job, run_job
-from bapo.options import PolicyOptions
 from bapo.policy.causal_lm import load_tokenizer
-from bapo.run_folder import is_main_process
+from bapo.policy.options import PolicyOptions
 from bapo.sft.module import SftModule
 from bapo.sft.rows import SftData, SftOptions, encode, end_of_sequence, fitting, split
+from bapo.training import config_check
+from bapo.training.job import Entry, Job, Training, open_job, run_job
+from bapo.training.run_folder import is_main_process
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Prompts and verifiers, one file per task; each fulfils `bapo.contracts.Task`."""
+"""Prompts and verifiers, one file per task; each fulfils `bapo.protocols.Task`."""

@@ -23,7 +23,7 @@ NEAR = 5
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The task (`bapo.contracts.Task`), and a poor demonstrator of it for a warm start.
+    """The task (`bapo.protocols.Task`), and a poor demonstrator of it for a warm start.
 
     operations: which of + - *. largest: both numbers are in [0, largest]; a difference is never negative. train_size,
     test_size: prompts of each split; all distinct, so no test question is in train. seed: decides both.

@@ -37,7 +37,7 @@ DIGIT_NOISE = 0.02
 
 @dataclass(frozen=True)
 class DigitOps:
-    """The task (`bapo.contracts.Task`), and a poor demonstrator of it for the warm start.
+    """The task (`bapo.protocols.Task`), and a poor demonstrator of it for the warm start.
 
     seed: decides both splits. train_size, test_size: prompts of each; all distinct, so no test text is in train.
     digits: digits of a prompt. max_attempts: a response with more earns nothing.

@@ -85,7 +85,7 @@ class Boxed:
 
 @dataclass(frozen=True)
 class Problems:
-    """A task (`bapo.contracts.Task`): the questions of a data set.
+    """A task (`bapo.protocols.Task`): the questions of a data set.
 
     name: begins every uid. rows: where each split is that the task has. parse: question and gold of a row, which has `columns`;
     raises BadRowError. instruction: follows every question. bad_rows: rows that no prompt can be made of, or whose gold nothing

@@ -39,7 +39,7 @@ LIMITS = {"make": {"timeout_s": 300.0, "memory_mb": 2048.0}, "score": {"timeout_
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """The task (`bapo.contracts.Task`), and a poor demonstrator of it for a warm start.
+    """The task (`bapo.protocols.Task`), and a poor demonstrator of it for a warm start.
 
     dataset: a name that the package knows. config: fields of that data set's own, but not its seed and size. seed: decides all.
     train_size, test_size: questions of each split; none of the test split is in train. answer_in: what is scored, the whole

@@ -1,0 +1,176 @@
+"""Every recorded update once more, from its log-probs: what a loss chooses, clips and costs there. No model, no engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bapo.losses.weights import Objective, entropy_filter, entropy_histogram, entropy_threshold
+from bapo.metrics import MetricParts
+from bapo.ops.microbatch import MicroBatch, SeenPart
+from bapo.protocols import Loss
+from bapo.records.clipping import clip_statistics
+from bapo.records.files import FOLDER, UpdateRecord, load_facts, load_update, record_path
+from bapo.rollouts.pool import load_pool
+from bapo.rollouts.replay_buffer import joined
+from bapo.types import Batch, ClipBounds
+
+CORNERS = {"positive_above": (2, 2), "positive_below": (2, 0), "negative_above": (0, 2), "negative_below": (0, 0)}
+"""Sign of the advantage and side of the bounds -> place in `by_side`: where a token can be clipped."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Bounds of an update (the mean over tokens where each micro-batch has its own), its loss, and shares of its tokens.
+
+    clipped: of `CORNERS`, what is clipped there.
+    """
+
+    clip_low: float
+    clip_high: float
+    positive_ratio: float
+    loss: float
+    entropy_clip_cov: float
+    clipped: tuple[float, ...]
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.clip_low, self.clip_high
+
+
+@dataclass(frozen=True)
+class Outcome:
+    step: int
+    round: int
+    tokens: int
+    recorded: Choice
+    replayed: Choice
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sequences of several rounds, and where each (round, row) stands among them."""
+
+    batch: Batch
+    index: dict[tuple[int, int], int]
+
+    def select(self, places: np.ndarray) -> Batch:
+        return self.batch.select(torch.tensor([self.index[tuple(place)] for place in places.tolist()], dtype=torch.int64))
+
+
+def walk(run_dir: Path, steps: Sequence[int], loss: Loss, objective: Objective) -> Iterator[Outcome]:
+    """The outcomes of `steps` in order; a loss that learns goes through them as in training.
+
+    Holds one update, and the sequences of one round; other pools only while their rows are taken out. ValueError, in one line,
+    for a file that is missing, damaged or of another run; every update's head is read before the first is replayed.
+    """
+    folder, rounds = run_dir / FOLDER, run_dir / "rounds"
+    heads = [(step, *load_facts(folder, step)) for step in steps]
+    for _, group in groupby(heads, key=lambda head: head[1]["round"]):
+        of_round = list(group)
+        rows = rows_of(rounds, np.unique(np.concatenate([places for _, _, places in of_round]), axis=0))
+        for step, _, _ in of_round:
+            record = load_update(folder, step)
+            again = replayed(folder, record, rows, loss, objective)
+            yield Outcome(step, record.round, int(record.facts["tokens"]), recorded(record), again)
+
+
+def rows_of(rounds: Path, places: np.ndarray) -> Rows:
+    """The sequences at `places`, int [K, 2], each once."""
+    parts: list[Batch] = []
+    index: dict[tuple[int, int], int] = {}
+    for number in np.unique(places[:, 0]).tolist():
+        wanted = places[places[:, 0] == number, 1]
+        pool = load_pool(rounds, number)
+        if pool is None:
+            raise ValueError(f"{rounds} holds no complete round {number}, on which updates were made")
+        if wanted.max() >= len(pool.batch):
+            raise ValueError(f"round {number} in {rounds} has {len(pool.batch)} rows, and row {wanted.max()} was trained on")
+        index |= {(number, row): len(index) + at for at, row in enumerate(wanted.tolist())}
+        parts.append(pool.batch.select(torch.as_tensor(wanted, dtype=torch.int64)))
+    return Rows(joined(parts), index)
+
+
+def recorded(record: UpdateRecord) -> Choice:
+    facts = record.facts
+    low, high, ratio = facts["clip_low"], facts["clip_high"], facts["positive_ratio"]
+    return Choice(low, high, ratio, facts["loss"], facts["entropy_clip_cov"], shares(record.by_side, facts["tokens"]))
+
+
+def shares(by_side: Any, tokens: float) -> tuple[float, ...]:
+    return tuple(float(by_side[(*corner, 1)]) / max(1, tokens) for corner in CORNERS.values())
+
+
+@torch.no_grad()
+def replayed(folder: Path, record: UpdateRecord, rows: Rows, loss: Loss, objective: Objective) -> Choice:
+    """As `BapoModule.training_step`, with the recorded log-probs in place of a model."""
+    micro_batches, logprobs = micro_batches_of(folder, record, rows, objective)
+    learned: Any = loss.state_dict() if hasattr(loss, "state_dict") else None
+    plan, denominator, tokens = planned(loss, objective, micro_batches, logprobs, record.step - 1)
+    parts, by_side, bounds_sum = MetricParts(), np.zeros((3, 3, 2)), torch.zeros(2, dtype=torch.float64)
+    for micro, values in zip(micro_batches, logprobs, strict=True):
+        inputs = micro.loss_inputs(values)
+        bounds = plan or loss.choose(loss.tally(inputs))
+        output = loss(inputs, bounds, denominator)
+        parts.add(output.metrics)
+        seen = SeenPart(torch.arange(len(micro.batch)), inputs, torch.zeros_like(values), bounds, output.ratio, output.clipped)
+        by_side += clip_statistics(seen)["by_side"].numpy()
+        bounds_sum += torch.stack([bounds.clip_low, bounds.clip_high]) * inputs.response_mask.sum()
+    row = parts.reduce(lambda vector: vector[None], tokens)
+    if learned is not None and not math.isfinite(row["policy/loss"]):  # such an update would have been skipped
+        loss.load_state_dict(learned)  # type: ignore[attr-defined]
+    low, high = (torch.stack([plan.clip_low, plan.clip_high]) if plan else bounds_sum / max(1, tokens)).tolist()
+    positive, negative = row["bounds/positive_mass"], row["bounds/negative_mass"]
+    ratio = positive / (positive + negative) if negative else 1.0
+    return Choice(low, high, ratio, row["policy/loss"], row["policy/entropy_clip_cov"], shares(by_side, tokens))
+
+
+def micro_batches_of(
+    folder: Path, record: UpdateRecord, rows: Rows, objective: Objective
+) -> tuple[list[MicroBatch], list[Tensor]]:
+    """The update's micro-batches with `objective`'s weights, and the recorded log-probs [B, T] of each."""
+    cuts = np.cumsum(record.micro_batches)[:-1]
+    batches = [rows.select(places) for places in np.split(record.rows, cuts)]
+    counts = torch.cat([batch.response_mask.sum(dim=1) for batch in batches])
+    if counts.tolist() != record.lengths.tolist():
+        raise ValueError(f"{record_path(folder, record.step)} does not fit the rounds beside it: are they of another run?")
+    kept: list[Tensor | None] = [None] * len(batches)
+    if objective.top_entropy_frac < 1:
+        upper = math.log(record.facts["vocabulary"])
+        histogram = torch.stack([entropy_histogram(b.behaviour_entropy, b.response_mask, upper) for b in batches]).sum(dim=0)
+        threshold = entropy_threshold(histogram, objective.top_entropy_frac, upper)
+        kept = [entropy_filter(b.behaviour_entropy, b.response_mask, threshold) for b in batches]
+    micro_batches, logprobs = [], []
+    values = torch.from_numpy(record.logprobs).split([int(b.response_mask.sum()) for b in batches])
+    for batch, keep, part in zip(batches, kept, values, strict=True):
+        mask = batch.response_mask
+        weights, metrics = objective.weights(mask, batch.behaviour_logprobs, batch.sampler_logprobs, keep)
+        micro_batches.append(MicroBatch(batch, weights, metrics))
+        logprobs.append(torch.zeros(mask.shape).masked_scatter(mask, part))
+    return micro_batches, logprobs
+
+
+def planned(
+    loss: Loss, objective: Objective, micro_batches: list[MicroBatch], logprobs: list[Tensor], version: int
+) -> tuple[ClipBounds | None, Tensor, float]:
+    """Bounds (None: each micro-batch its own), denominator and trained tokens of the whole update."""
+    masks = [micro.batch.response_mask for micro in micro_batches]
+    denominator = torch.stack([objective.count(mask) for mask in masks]).sum()
+    tokens = float(sum(int(mask.sum()) for mask in masks))
+    if loss.bounds_scope == "micro_batch":
+        return None, denominator, tokens
+    tally: Tensor | float = 0.0
+    for micro, values in zip(micro_batches, logprobs, strict=True):
+        # Training, too, takes every ratio for 1 where the policy still is the one that sampled.
+        fresh = not loss.adaptive or micro.is_fresh(version)
+        tally = tally + loss.tally(micro.loss_inputs(micro.batch.behaviour_logprobs if fresh else values))
+    assert isinstance(tally, Tensor)
+    return loss.choose(tally), denominator, tokens

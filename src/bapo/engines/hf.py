@@ -1,0 +1,177 @@
+"""Rollouts by transformers' own `generate`: no extra service, any device, a seed of its own for every sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from bapo.protocols import EngineError
+from bapo.types import Request, Sample, SamplingParams
+
+
+class SeededSampler(LogitsProcessor):
+    """Draws each row's next token with the row's own random numbers, and keeps the log-prob of what it drew.
+
+    `generate` offers one random stream for a whole batch, so a sample would depend on its neighbours. Here row i uses one
+    uniform number per step from a generator seeded for that row alone, and inverts the cumulative distribution with it.
+    The scores that go back allow that token only, so `generate` in greedy mode must take it.
+    """
+
+    def __init__(self, seeds: Sequence[int], sampling: SamplingParams):
+        self.temperature = sampling.temperature
+        self.uniform = torch.stack(
+            [torch.rand(sampling.max_tokens, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in seeds]
+        )
+        self.warpers = LogitsProcessorList()
+        if sampling.top_k:
+            self.warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self.warpers.append(TopPLogitsWarper(sampling.top_p))
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        greedy = self.temperature == 0
+        scores = scores.float() if greedy else scores.float() / self.temperature
+        logprobs = self.warpers(input_ids, scores).log_softmax(dim=-1)  # type: ignore[arg-type]
+        if greedy:
+            token = logprobs.argmax(dim=-1, keepdim=True)
+        else:
+            cumulative = logprobs.double().exp().cumsum(dim=-1)
+            draw = self.uniform[:, len(self.logprobs), None].to(scores.device) * cumulative[:, -1:]
+            # The first token whose cumulative probability exceeds the draw; a token of probability 0 never does so first.
+            token = torch.searchsorted(cumulative, draw, right=True).clamp(max=scores.shape[-1] - 1)
+        self.logprobs.append(logprobs.gather(-1, token).squeeze(-1))
+        return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)
+
+
+@dataclass(frozen=True)
+class HFRollouts:
+    """Called with a model: its engine. `batch_size` responses are drawn together; `device` auto: this rank's GPU, if any."""
+
+    batch_size: int = 512
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")
+        found = torch.accelerator.current_accelerator(check_available=True)
+        usable = ["auto", "cpu"]
+        if found is not None:
+            usable += [found.type, *(f"{found.type}:{index}" for index in range(torch.accelerator.device_count()))]
+        if self.device not in usable:
+            raise ValueError(f"device is {self.device!r}; on this machine it must be one of {', '.join(usable)}")
+
+    def __call__(self, model_path: str | Path, **load: Any) -> HFEngine:
+        device = self.device
+        if device == "auto":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+        return HFEngine(model_path, self.batch_size, device, **load)
+
+
+class HFEngine:
+    """Engine on a transformers model of its own, loaded from `model_path` and updated by `load_weights`.
+
+    The end-of-sequence ids come from the model's generation config; its sampling defaults (temperature, ...) are not used.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        batch_size: int = 512,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ):
+        self.batch_size = batch_size
+        self.version = -1  # no version yet: `generate` needs a `load_weights` first
+        self.closed = False
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(model_path), dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
+        )
+        self.model = model.to(device).eval()
+        self.dtype = dtype
+        eos = self.model.generation_config.eos_token_id
+        if eos is None:
+            raise ValueError(f"{model_path}: generation_config.json names no eos_token_id; responses could never end")
+        self.eos_ids = frozenset(eos if isinstance(eos, list) else [eos])
+        pad = self.model.generation_config.pad_token_id
+        self.pad_id = min(self.eos_ids) if pad is None else pad
+        self.model.generation_config = GenerationConfig()  # the model's own sampling defaults must not creep in
+        self.max_positions: int | None = getattr(self.model.config, "max_position_embeddings", None)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        own = dict(self.model.named_parameters())
+        self.version = -1  # half-loaded weights serve nobody
+        given = set()
+        for name, value in weights:
+            if name not in own:
+                raise KeyError(f"weight {name!r} is unknown to the engine's model")
+            own[name].copy_(value)
+            given.add(name)
+        if missing := own.keys() - given:
+            raise KeyError(f"weights missing from the update: {', '.join(sorted(missing)[:5])} ({len(missing)} in all)")
+        self.version = version
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
+        if self.version < 0:
+            raise RuntimeError("the engine holds no complete set of weights: call load_weights first")
+        rollouts: list[Sample] = []
+        for start in range(0, len(requests), self.batch_size):
+            rollouts += self._generate(requests[start : start + self.batch_size], sampling)
+        return rollouts
+
+    @torch.no_grad()
+    def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
+        width = max(len(r.prompt_ids) for r in requests)
+        if self.max_positions and width + sampling.max_tokens > self.max_positions:
+            raise ValueError(
+                f"a prompt of {width} tokens and max_tokens={sampling.max_tokens} exceed "
+                f"the model's {self.max_positions} positions"
+            )
+        ids = torch.full((len(requests), width), self.pad_id)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(requests):  # prompts end together, so they are padded on the left
+            ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+            mask[row, width - len(request.prompt_ids) :] = 1
+        sampler = SeededSampler([r.seed for r in requests], sampling)
+        device = self.model.device
+        drawn = self.model.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=GenerationConfig(
+                max_new_tokens=sampling.max_tokens, do_sample=False, eos_token_id=sorted(self.eos_ids), pad_token_id=self.pad_id
+            ),
+            logits_processor=LogitsProcessorList([self._unless_closed, sampler]),
+        )
+        responses = drawn[:, width:].tolist()
+        logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
+        return [self._rollout(*parts) for parts in zip(requests, responses, logprobs, strict=True)]
+
+    def _rollout(self, request: Request, ids: list[int], logprobs: list[float]) -> Sample:
+        end = next((t + 1 for t, token in enumerate(ids) if token in self.eos_ids), None)
+        return request.answered(ids[:end], logprobs[:end], "stop" if end else "length", self.version)
+
+    def _unless_closed(self, ids: Tensor, scores: Tensor) -> Tensor:
+        if self.closed:
+            raise EngineError("the engine was closed while it drew")
+        return scores
+
+    def close(self) -> None:
+        """Ends a draw in another thread at its next token; nothing outlives the object."""
+        self.closed = True

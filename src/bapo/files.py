@@ -1,0 +1,33 @@
+"""Files that are whole or absent, and digests of what decides a result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(target: Path, write: Callable[[Path], None]) -> None:
+    """Replaces `target` by what `write(path)` writes, in one step: a kill leaves the old file or the new one.
+
+    The partial file lies beside the target as NAME.partial; the folder is made if it does not exist.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    write(partial)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, target)
+
+
+def write_text_atomic(target: Path, text: str) -> None:
+    """Replaces `target` by `text`, as UTF-8, in one step."""
+    write_atomic(target, lambda path: path.write_text(text, encoding="utf-8") and None)
+
+
+def digest(*parts: Any) -> str:
+    """16 hex digits that stand for `parts`, which JSON can hold."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

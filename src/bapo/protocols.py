@@ -1,0 +1,135 @@
+"""Base classes of what a user may bring: tasks, engines, losses; and what the data side may ask of the policy in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from bapo.types import Adapter, Batch, ClipBounds, LossInputs, LossOutput, Prompt, Request, Sample, SamplingParams, TokenStats
+
+Split = Literal["train", "test"]
+
+
+class Task:
+    """Prompts, no two of a split with the same uid, and the grader of their answers."""
+
+    splits: tuple[str, ...] = ("train", "test")
+
+    @property
+    def name(self) -> str:
+        """The task's name in messages and metrics."""
+        return type(self).__name__
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        raise NotImplementedError
+
+    def verify(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Sequence[float | None]:
+        """Rewards of response texts (special tokens removed), each to the prompt at its place: finite numbers.
+
+        None: could not be verified. It counts as 0, and apart from what is wrong.
+        """
+        raise NotImplementedError
+
+    def answer(self, response: str) -> str | None:
+        """The answer that a response gives, in one spelling, for majority votes; None if it gives none."""
+        return response.strip()
+
+
+class EngineError(RuntimeError):
+    """The rollouts failed, teach nothing, or cannot be trusted. What the trainer holds is whole and worth a checkpoint."""
+
+
+class Engine:
+    """Generates responses. Every response carries the version of the weights that made it.
+
+    dtype: of the weights it computes with. max_positions: the most tokens of prompt and response together, None if unknown.
+    takes_adapter: a LoRA policy arrives by `load_adapter`. shared: one engine serves all ranks: rank 0 loads it, the others are
+    told by `set_version`. counters: metrics of the last `generate`.
+    """
+
+    dtype: torch.dtype = torch.float32
+    max_positions: int | None = None
+    takes_adapter: bool = False
+    shared: bool = False
+    counters: Mapping[str, float] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        raise NotImplementedError
+
+    def load_adapter(self, adapter: Adapter, version: int) -> None:
+        raise NotImplementedError
+
+    def set_version(self, version: int) -> None:
+        """Another rank has loaded the shared engine with the weights of this version."""
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
+        """One sample per request, in any order; join by (uid, sample_index). One that failed for good is left out.
+
+        Raises EngineError if nothing could be generated.
+        """
+        raise NotImplementedError
+
+    def sleep(self) -> None:
+        """Nothing will be generated until the next weights: GPU memory may be freed."""
+
+    def close(self) -> None:
+        """Ends the engine's processes. Idempotent."""
+
+
+class Loss:
+    """A policy loss: tally every micro-batch, sum the tallies, choose bounds once per update, then call on every micro-batch.
+
+    adaptive: the bounds depend on the tally; if not, no pass is spent on it. bounds_scope: what a tally is summed over.
+    """
+
+    adaptive: bool = False
+    bounds_scope: Literal["update", "micro_batch"] = "update"
+
+    def tally(self, inputs: LossInputs) -> Tensor:
+        """A float64 vector that adds up over micro-batches and ranks. No autograd graph, no host synchronisation."""
+        return inputs.logprobs.new_zeros(0, dtype=torch.float64)
+
+    def choose(self, tally: Tensor) -> ClipBounds:
+        """The bounds of this update from the summed tally."""
+        raise NotImplementedError
+
+    def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
+        """Loss of one micro-batch: its weighted token sum over `denominator`, a count over the whole update (0-dim)."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a loss that learns from update to update keeps in a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class PolicyHandle(Protocol):
+    """What the data side may ask of the policy in training."""
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Every weight of the whole model, one at a time, an adapter merged into it."""
+        ...
+
+    def adapter(self) -> Adapter | None:
+        """The adapter in training, for an engine that applies one itself; None for a policy trained whole."""
+        ...
+
+    def token_stats(self, batch: Batch) -> TokenStats:
+        """Log-probs and entropies without a graph, on the CPU, whatever the size of `batch`."""
+        ...
+
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """Log-probs under the frozen reference policy, float32 [B, T] on the CPU; zeros if there is none."""
+        ...
+
+    def version(self) -> int:
+        """Completed optimizer updates."""
+        ...
+
+    def snapshot(self) -> PolicyHandle:
+        """This policy with the weights it has now, whatever training makes of it."""
+        ...

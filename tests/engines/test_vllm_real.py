@@ -1,0 +1,226 @@
+"""vLLM itself, its CPU build, against transformers: the same weights must give the same log-probs after every sync."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support import SMALL, run_experiment
+
+from bapo.data.datamodule import RolloutDataModule
+from bapo.engines.sync_check import SyncCheckError, check_sync, probe
+from bapo.engines.vllm import VLLMEngine, VLLMRollouts
+from bapo.engines.weight_files import read_header
+from bapo.policy.causal_lm import CausalLMPolicy
+from bapo.policy.lora import Lora
+from bapo.policy.tiny_qwen3 import tiny_qwen3
+from bapo.rollouts.pool import collate
+from bapo.types import Adapter, Request, SamplingParams
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("vllm")
+
+TEMPERATURE = 0.6
+SAMPLING = SamplingParams(temperature=TEMPERATURE, max_tokens=12)
+LORA = Lora(r=4, alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+
+
+def new_model(tokenizer, tied: bool, seed: int = 0, spread: float = 5.0):
+    """A random Qwen3; its head is made larger, so that a wrong one shows."""
+    model = tiny_qwen3(
+        len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed=seed, tie_word_embeddings=tied, num_hidden_layers=1
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(spread)
+    return model
+
+
+def start(tmp_path_factory, tokenizer, tied: bool, **options) -> tuple[VLLMEngine, Path]:
+    folder = tmp_path_factory.mktemp("model")
+    new_model(tokenizer, tied).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return VLLMRollouts(enforce_eager=True, max_num_seqs=32, **options)(folder), folder
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory, tokenizer) -> Iterator[tuple[VLLMEngine, Path]]:
+    made = start(tmp_path_factory, tokenizer, tied=True)
+    yield made
+    made[0].close()
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory, tokenizer) -> Iterator[tuple[VLLMEngine, Path]]:
+    made = start(tmp_path_factory, tokenizer, tied=False)
+    yield made
+    made[0].close()
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory, tokenizer) -> Iterator[tuple[VLLMEngine, Path]]:
+    made = start(tmp_path_factory, tokenizer, tied=False, lora_sync="native", max_lora_rank=8)
+    yield made
+    made[0].close()
+
+
+class Handle:
+    """A policy as the data side sees it."""
+
+    def __init__(self, policy: CausalLMPolicy):
+        self.policy = policy
+
+    def token_stats(self, batch):
+        return self.policy.token_stats(batch, token_budget=4096)
+
+
+def requests(tokenizer, count: int = 24) -> list[Request]:
+    prompts = ["a12345=", "b90=", "a5=", "c777="]
+    texts = [prompts[i % 4] for i in range(count)]
+    return [Request(f"p{i % 4}", i // 4, 1000 + i, tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
+
+
+def gap(engine: VLLMEngine, policy: CausalLMPolicy, tokenizer, sampling: SamplingParams = SAMPLING) -> float:
+    """Largest |log-prob of vLLM - of transformers| over what vLLM draws."""
+    rollouts = engine.generate(requests(tokenizer), sampling)
+    assert len(rollouts) == 24
+    batch = collate(rollouts, torch.zeros(24), torch.zeros(24), tokenizer.pad_token_id)
+    return float((policy.token_stats(batch, 4096).logprobs - batch.sampler_logprobs)[batch.response_mask].abs().max())
+
+
+@pytest.mark.parametrize("which", ["tied", "untied"])
+def test_vllm_and_transformers_agree_before_and_after_every_sync(which, request, tokenizer):
+    engine, _ = request.getfixturevalue(which)
+    first = None
+    for version in range(4):
+        model = new_model(tokenizer, which == "tied", seed=version)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        policy = CausalLMPolicy(model, TEMPERATURE)
+        engine.load_weights(policy.named_weights(), version)
+        assert gap(engine, policy, tokenizer) < 1e-4
+        assert engine.version == version
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        first = first or policy
+    assert gap(engine, first, tokenizer) > 0.1  # the first weights are not the last: the test can tell
+
+
+def test_the_logprobs_are_those_at_the_sampling_temperature(untied, tokenizer):
+    engine, _ = untied
+    model = new_model(tokenizer, tied=False)
+    engine.load_weights(CausalLMPolicy(model).named_weights(), 1)
+    for temperature in (0.6, 1.0, 1.7):
+        sampling = SamplingParams(temperature=temperature, max_tokens=6)
+        assert gap(engine, CausalLMPolicy(model, temperature), tokenizer, sampling) < 1e-4
+    assert gap(engine, CausalLMPolicy(model, 1.0), tokenizer, SAMPLING) > 0.1  # raw log-probs would be these
+
+
+def test_seeds_alone_decide_what_is_drawn(untied, tokenizer):
+    engine, _ = untied
+    engine.load_weights(CausalLMPolicy(new_model(tokenizer, tied=False, spread=1.0)).named_weights(), 1)
+    asked = requests(tokenizer)
+    once = {(r.uid, r.sample_index): r.response_ids for r in engine.generate(asked, SAMPLING)}
+    again = {(r.uid, r.sample_index): r.response_ids for r in engine.generate(asked[::-1], SAMPLING)}
+    assert once == again
+    assert len(set(once.values())) > 20  # 24 seeds, and not 24 clones
+
+
+def test_a_response_ends_at_an_eos_id_or_is_cut_and_says_so(untied, tokenizer):
+    engine, _ = untied
+    engine.load_weights(CausalLMPolicy(new_model(tokenizer, tied=False, spread=1.0)).named_weights(), 1)
+    drawn = engine.generate(requests(tokenizer), SAMPLING)
+    eos = tokenizer.eos_token_id
+    assert {r.finish_reason for r in drawn} == {"stop", "length"}
+    for r in drawn:
+        assert (r.response_ids[-1] == eos) == (r.finish_reason == "stop")
+        assert eos not in r.response_ids[:-1]
+        assert len(r.response_ids) == len(r.sampler_logprobs) <= SAMPLING.max_tokens
+        assert len(r.response_ids) == SAMPLING.max_tokens or r.finish_reason == "stop"
+
+
+def lora_policy(folder: Path, seed: int) -> CausalLMPolicy:
+    from bapo.policy.causal_lm import load_model
+
+    model = load_model(folder)
+    LORA.apply(model, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return CausalLMPolicy(model, TEMPERATURE)
+
+
+def test_a_merged_adapter_reaches_vllm(untied, tokenizer):
+    engine, folder = untied
+    policy = lora_policy(folder, seed=1)
+    engine.load_weights(policy.named_weights(), 3)
+    assert gap(engine, policy, tokenizer) < 1e-4
+    base = CausalLMPolicy(new_model(tokenizer, tied=False), TEMPERATURE)
+    assert gap(engine, base, tokenizer) > 0.1
+
+
+def test_an_adapter_reaches_vllm_natively_at_every_version(native, tokenizer):
+    engine, folder = native
+    for version in range(3):
+        policy = lora_policy(folder, seed=version)
+        adapter = policy.adapter()
+        assert adapter is not None
+        engine.load_adapter(adapter, version)
+        assert gap(engine, policy, tokenizer) < 1e-4
+    assert len(list(engine.folder.iterdir())) == 1  # adapters of former versions are gone
+
+
+def probe_of(engine, policy: CausalLMPolicy, tokenizer) -> float:
+    ids = [r.prompt_ids for r in requests(tokenizer)[:4]]
+    return probe(engine, Handle(policy), ids, SAMPLING, tokenizer.pad_token_id)  # type: ignore[arg-type]
+
+
+def test_the_probe_sees_a_base_model_where_the_adapter_was_meant(native, tokenizer):
+    engine, folder = native
+    policy = lora_policy(folder, seed=5)
+    adapter = policy.adapter()
+    assert adapter is not None
+    engine.load_adapter(adapter, 8)
+    check_sync(probe_of(engine, policy, tokenizer), 1e-3, TEMPERATURE, 8)
+    nothing = Adapter(adapter.config, {n: torch.zeros_like(v) if "lora_B" in n else v for n, v in adapter.weights.items()})
+    engine.load_adapter(nothing, 9)
+    with pytest.raises(SyncCheckError, match=r"version 9 the engine's log-probs differ .* another model or LoRA adapter"):
+        check_sync(probe_of(engine, policy, tokenizer), 1e-3, TEMPERATURE, 9)
+
+
+def without_repack(engine: VLLMEngine):
+    """Syncs by vLLM's own reload, which leaves a packed copy of a tied head as it was."""
+
+    def rpc(method, kwargs):
+        assert method == "load_policy_weights"
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": kwargs["folder"]})
+        return [read_header(Path(kwargs["folder"]))]
+
+    return rpc
+
+
+def test_a_run_whose_head_goes_stale_stops_in_the_same_round(tied, tokenizer, tmp_path, monkeypatch):
+    engine, folder = tied
+    overrides = [
+        *SMALL,
+        "rollout=vllm",
+        "policy=hub",
+        "policy.warm_start=null",
+        f"policy.path={folder}",
+        "rollout.sampling.max_tokens=10",
+    ]
+    overrides += ["optimizer.lr=0.05", "optimizer.warmup_updates=0", "callbacks.evaluate=null"]
+    overrides += ["rollout.max_attempts=20", "callbacks.checkpoint.every_n_updates=1000"]
+    monkeypatch.setattr(VLLMRollouts, "__call__", lambda self, **load: engine)
+    monkeypatch.setattr(engine, "close", lambda: None)
+    monkeypatch.setattr(
+        "bapo.tasks.digit_ops.DigitOps.verify", lambda self, prompts, responses: [len(r) % 2 for r in responses]
+    )
+    monkeypatch.setattr(
+        RolloutDataModule, "rest_engine", lambda self: monkeypatch.setattr(engine, "_rpc", without_repack(engine))
+    )
+    with pytest.raises(SyncCheckError, match=r"version 4 .* a stale output head"):
+        run_experiment(tmp_path, *overrides)
+    assert [path.name for path in sorted((tmp_path / "rounds").glob("*.json"))] == ["round_00000.json"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update=000004.ckpt"]

@@ -1,0 +1,627 @@
+"""Verification of answers: which text is the answer, which answers are the same, and processes that end in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support import REPOSITORY
+
+from bapo.tasks import verify, verify_pool
+from bapo.tasks.answers import after_hashes, last_box
+from bapo.tasks.equivalence import rational, tidy
+from bapo.tasks.units import split_unit
+from bapo.tasks.verify import Verdict, check_gold, check_golds, close_workers, verify_answers
+
+ROWS: list[dict[str, Any]] = json.loads((REPOSITORY / "tests" / "data" / "equivalence.json").read_text())
+PAGE = REPOSITORY / "docs" / "verification.md"
+SURD = (r"so \boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}")
+"""A response and its gold, which only a worker finds equal."""
+BOMBS = ["9^{9^{9^{9}}}", "(10^{10})!", r"\frac{1}{1+" * 60 + "1" + "}" * 60, "7" * 1_000_000]
+
+
+def boxed(answer: str) -> str:
+    return rf"I get \boxed{{{answer}}}"
+
+
+def outcomes(pairs: list[tuple[str, str]], **options: Any) -> list[str]:
+    """Of pairs (gold, answer)."""
+    return [v.outcome for v in verify_answers([boxed(a) for _, a in pairs], [g for g, _ in pairs], **options)]
+
+
+def workers() -> list[psutil.Process]:
+    """Those that this process has started, and that are alive."""
+    found = [p for p in psutil.Process().children() if "bapo.tasks.verify_worker" in p.cmdline()]
+    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_worker_is_left() -> Iterator[None]:
+    yield
+    close_workers()
+    assert workers() == []
+
+
+# Which text is the answer.
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{\text{x}_{\{1\}}}", r"\text{x}_{\{1\}}"),
+        (r"\boxed{\{ 1, 2 )} or so", r"\{ 1, 2 )"),  # an escaped brace opens nothing
+        (r"\boxed{\begin{pmatrix}1\\{2}\end{pmatrix}}", r"\begin{pmatrix}1\\{2}\end{pmatrix}"),  # here it is a line break
+        (r"\boxed{12}. Hmm, no: \boxed{11}.", "11"),
+        (r"\boxed{11} is wrong, it is \boxed{12", "11"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{5 and \boxed{6}", "6"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed {8}", "8"),
+        (r"} } \boxed{9} {", "9"),
+        (r"\boxed{}", ""),
+        (r"\boxed{42", None),
+        (r"\boxed 42", None),
+        (r"\notboxed{42}", None),
+        ("the answer could be 1, 2, 3, 4 or 5", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_what_the_last_complete_box_holds(text: str, answer: str | None) -> None:
+    assert last_box(text) == answer
+
+
+def test_a_long_response_is_read_in_one_pass() -> None:
+    begun = time.monotonic()
+    for part in (r"\boxed{", r"\boxed{1}", "\\", "{", "}", r"\{", r"\boxed "):
+        last_box(part * (1_000_000 // len(part)))
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("mode", ["math", "exact", "integer"])
+def test_without_a_complete_box_there_is_no_answer(mode: verify.Mode) -> None:
+    responses = ["the answer could be 1, 2, 3, 4 or 5", r"\boxed{3", r"\boxed{}", r"\boxed{ $ $ }", "", "3"]
+    verdicts = verify_answers(responses, ["3"] * 6, mode)
+    assert [(v.outcome, v.reward) for v in verdicts] == [("no_answer", 0.0)] * 6
+
+
+def test_a_corrected_answer_counts_alone() -> None:
+    responses = [r"\boxed{12}. Hmm... \boxed{11}.", r"\boxed{11}. Hmm... \boxed{12}."]
+    right, wrong = verify_answers(responses, ["11", "11"])
+    assert right == Verdict("right", "the same answer", "11")
+    assert wrong == Verdict("wrong", "another answer", "12")
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+
+
+# Which answers are the same.
+
+
+@pytest.fixture(scope="module")
+def row_verdicts(no_worker_is_left: None) -> list[Verdict]:
+    return verify_answers([boxed(row["answer"]) for row in ROWS], [row["gold"] for row in ROWS])
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=[f"{r['gold']} | {r['answer']}" for r in ROWS])
+def test_every_row_of_the_policy(index: int, row_verdicts: list[Verdict]) -> None:
+    row, verdict = ROWS[index], row_verdicts[index]
+    assert verdict.outcome == ("right" if row["same"] else "wrong"), row["why"]
+
+
+def test_every_gold_of_the_policy_parses() -> None:
+    assert check_golds([row["gold"] for row in ROWS]) == {}
+    assert len({(row["gold"], row["answer"]) for row in ROWS}) == len(ROWS) >= 30
+
+
+def test_an_answer_is_always_its_own_gold() -> None:
+    assert set(outcomes([(text, text + " ") for row in ROWS for text in (row["gold"], row["answer"])])) == {"right"}
+
+
+def test_gold_and_answer_are_not_to_be_swapped() -> None:
+    no_golds = check_golds([row["answer"] for row in ROWS])
+    rows = [row for index, row in enumerate(ROWS) if index not in no_golds]
+    swapped = outcomes([(row["answer"], row["gold"]) for row in rows])
+    other = [
+        (row["gold"], row["answer"]) for row, found in zip(rows, swapped, strict=True) if (found == "right") != row["same"]
+    ]
+    assert other == [
+        (r"\frac{3}{56}", r"\frac{3}{56}\approx 7"),  # what a gold is rounded to is not looked at
+        (r"\sqrt{2}", r"\sqrt{2}\approx 1.5"),
+        ("5", r"5 \approx 6"),
+        ("5", "5,5"),
+        (r"0.5\%", "0.5"),
+        ("0.5", r"0.5\%"),
+        ("5", r"5\text{ big red apples}"),
+        (r"5\text{ red apples}", "5"),
+        ("1011_2", "1011"),
+        ("5", "5_6"),
+        ("4", "2+2=4"),
+        ("x=1, y=2", "2,1"),
+        ("ABC", r"C\cdot B\cdot A"),
+        ("ABC", "CBA=ABC"),  # of a gold it is a name
+    ]
+    assert [ROWS[index]["answer"] for index in no_golds] == ["0.333...", "2 0 4", "2$0$4", "3'", "5_x"]
+
+
+def test_math_verify_alone_says_what_the_page_says_of_it() -> None:
+    import math_verify
+
+    for row in ROWS:
+        gold, answer = (math_verify.parse(rf"\boxed{{{row[side]}}}") for side in ("gold", "answer"))
+        assert math_verify.verify(gold, answer) == row["math_verify"], row
+
+
+def test_modes_agree_on_whole_numbers() -> None:
+    rng = random.Random(0)
+    pairs = [(row["gold"], row["answer"]) for row in ROWS if row["topic"] == "integers"]
+    pairs += [(str(rng.randint(-20, 20)), str(rng.randint(-20, 20))) for _ in range(2000)]
+    expected = ["right" if gold == answer else "wrong" for gold, answer in pairs]
+    assert outcomes(pairs) == outcomes(pairs, mode="exact") == expected
+    assert {"right", "wrong"} == set(expected[5:])
+    small = [(gold, answer) for gold, answer in pairs if "-" not in gold + answer and len(gold + answer) < 7]
+    assert outcomes(small, mode="integer") == outcomes(small)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "outcome"),
+    [
+        ("25", "25", "right"),
+        ("25", "025", "right"),
+        ("025", "25", "right"),
+        ("0", "000", "right"),
+        ("999", "$999$.", "right"),
+        ("25", "25.0", "wrong"),  # the sheet takes digits
+        ("25", "0025", "wrong"),  # three of them
+        ("25", "+25", "wrong"),
+        ("25", "-25", "wrong"),
+        ("25", "x=25", "wrong"),
+        ("25", r"\frac{50}{2}", "wrong"),
+        ("25", r"25^\circ", "wrong"),
+        ("25", "２５", "wrong"),
+        ("204", "2 0 4", "wrong"),  # numbers apart
+        ("204", "2$0$4", "wrong"),
+        ("12", "1 2", "wrong"),
+        ("12", "1,2", "wrong"),
+    ],
+)
+def test_integer_mode_reads_an_answer_sheet(gold: str, answer: str, outcome: str) -> None:
+    assert outcomes([(gold, answer)], mode="integer") == [outcome]
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "outcome"),
+    [
+        ("a b", "ab.", "right"),
+        ("ab", "$a b$", "right"),
+        (r"\$5", "5", "right"),
+        ("1000", "1,000", "wrong"),
+        ("12", "1 2", "wrong"),
+        ("12", "1$2", "wrong"),
+        ("1 2", "1  2", "right"),
+        ("0.5", "1/2", "wrong"),
+        ("Yes", "yes", "wrong"),
+    ],
+)
+def test_exact_mode_compares_letters(gold: str, answer: str, outcome: str) -> None:
+    assert outcomes([(gold, answer)], mode="exact") == [outcome]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234,567.5", "2469135/2"),
+        ("12 345", "12345"),
+        ("- 7", "-7"),
+        (r"-\frac{3}{-4}", "3/4"),
+        ("0.5 / 0.25", "2"),
+        (r"-2\frac{1}{3}", "-7/3"),
+        (r"2.5\cdot 10^{-3}", "1/400"),
+        (r"0.1\overline{6}", "1/6"),
+        (r"12.\overline{09}", "133/11"),
+        ("1,23", None),
+        ("1/0", None),
+        ("2 3", None),
+        (r"2\frac{5}{3}", None),  # a product
+        ("1e401", None),
+        (r"\frac{x}{2}", None),
+        ("７", None),
+    ],
+)
+def test_numbers_are_read_exactly(text: str, value: str | None) -> None:
+    found = rational(text)
+    assert (None if found is None else str(found)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (r"5\mathrm{cm}^{2}", ("5", "centimeter^2")),
+        ("5 sq. cm", ("5", "centimeter^2")),
+        ("5 square centimetres", ("5", "centimeter^2")),
+        (r"60 \text{ miles per hour}", ("60", "mile/hour")),
+        ("60 mph", ("60", "mile/hour")),
+        (r"-\$ 5", ("-5", "dollar")),
+        (r"2\pi\text{ inches}", (r"2\pi", "inch")),
+        ("7 apples", ("7", "apple")),
+        (r"\text{cm}", (r"\text{cm}", None)),
+        ("2x", ("2x", None)),
+        ("2abcd", ("2abcd", None)),
+        (r"2 \sin x", (r"2 \sin x", None)),
+        (r"6\text{ to }7", (r"6\text{ to }7", None)),
+        (r"3\text{ hundred dollars}", (r"3\cdot 10^{2}", "dollar")),
+        (r"16\text{ years old}", ("16", "year")),
+        ("5 halves", ("5 halves", None)),
+        (r"5\text{ squared}", (r"5\text{ squared}", None)),
+        (r"5\text{ M}", (r"5\text{ M}", None)),
+    ],
+)
+def test_units_are_split_off(text: str, parts: tuple[str, str | None]) -> None:
+    assert split_unit(tidy(text)) == parts
+
+
+# Golds.
+
+
+@pytest.mark.parametrize(
+    ("gold", "mode", "message"),
+    [
+        (r"\frac{1}{", "math", r"frac\{1\}\{' does not parse"),
+        ("2 3", "math", "does not parse"),
+        ("x ==", "math", "does not parse"),
+        (r"x \ne y", "math", "does not parse"),
+        ("5_x", "math", "does not parse"),
+        ("", "math", "is empty"),
+        ("$ $", "exact", "is empty"),
+        ("1" * 1001, "math", "has 1001 characters; 1000 is the most"),
+        ("1000", "integer", "is not a whole number from 0 to 999"),
+        ("-1", "integer", "is not a whole number from 0 to 999"),
+        (r"\frac{1}{1+" * 60 + "1" + "}" * 60, "math", "does not parse: nested too deeply"),
+    ],
+)
+def test_a_gold_that_nothing_compares_with_is_refused(gold: str, mode: verify.Mode, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_gold(gold, mode, timeout_s=60)
+    response = r"\boxed{\sqrt{3}}"
+    if "deeply" not in message:  # those that come to be compared all the same
+        with pytest.raises(ValueError, match=message):
+            verify_answers([response], [gold], mode)
+
+
+def test_golds_are_checked_many_at_a_time() -> None:
+    golds = ["5", r"\sqrt{2}", r"\sqrt{", "odd", r"\text{June 20}", "", r"10\%", r"x \ne 1", "CBA"]
+    assert check_golds(golds) == {2: "does not parse", 5: "is empty"}
+    check_gold("025", "integer")
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="1 responses and 2 golds"):
+        verify_answers(["a"], ["1", "2"])
+    with pytest.raises(ValueError, match="mode is 'maths'; it must be one of math, exact, integer"):
+        verify_answers([], [], "maths")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout_s is 0; it must be > 0 and finite"):
+        verify_answers([], [], timeout_s=0)
+    with pytest.raises(ValueError, match="memory_mb is inf; it must be > 0 and finite"):
+        check_gold("1", memory_mb=float("inf"))
+    assert verify_answers([], []) == []
+
+
+# Processes.
+
+
+class Asked:
+    """In the place of the workers: notes what it is asked, answers by `reply`."""
+
+    def __init__(self, reply: Any):
+        self.reply = reply
+        self.questions: list[dict[str, Any]] = []
+
+    def ask_all(self, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        self.questions += questions
+        return [self.reply(question) for question in questions]
+
+
+def test_what_is_decided_by_text_starts_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_pool, "Worker", None)
+    pairs = [("12", "12"), (r"\frac12", "0.5"), ("5", r"5\text{ cm}"), (r"\text{odd}", "even"), ("x+1", "x+1"), ("5", "x=6")]
+    assert outcomes(pairs) == ["right", "right", "right", "wrong", "right", "wrong"]
+    assert check_golds([gold for gold, _ in pairs if gold != "x+1"]) == {}
+
+
+def test_equal_pairs_are_judged_once_and_every_place_gets_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(lambda question: {"right": question["answer"] == r"\sqrt{8}"})
+    monkeypatch.setattr(verify, "shared_pool", lambda: asked)
+    pairs = [(r"2\sqrt{2}", r"\sqrt{8}"), (r"2\sqrt{2}", r"\sqrt{9}"), ("3", "3")] * 4
+    assert outcomes(pairs) == ["right", "wrong", "right"] * 4
+    assert [question["answer"] for question in asked.questions] == [r"\sqrt{8}", r"\sqrt{9}"]
+
+
+def test_a_run_stops_when_nothing_can_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "shared_pool", lambda: Asked(lambda question: {"raised": "TypeError: broken"}))
+    with pytest.raises(RuntimeError, match="no answer can be compared, not even those that are known: TypeError: broken"):
+        outcomes([(r"\sqrt{2}", r"\sqrt{8}"), ("3", "3")])
+    assert outcomes([("3", "3")]) == ["right"]  # nothing was compared
+
+
+def test_one_failed_comparison_is_unverified_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reply(question: dict[str, Any]) -> dict[str, Any]:
+        known = question["gold"] != "q"
+        return {"right": question["answer"] != "x"} if known else {"raised": "TypeError: q"}
+
+    monkeypatch.setattr(verify, "shared_pool", lambda: Asked(reply))
+    for pairs in ([("q", "q^2")], [("q", "q^2"), (r"\sqrt{2}", r"\sqrt{8}")]):
+        verdicts = verify_answers([boxed(answer) for _, answer in pairs], [gold for gold, _ in pairs])
+        assert verdicts[0] == Verdict("unverified", "TypeError: q", "q^2")
+        assert [v.outcome for v in verdicts[1:]] == ["right"] * (len(pairs) - 1)
+
+
+GRADER = """
+import sys
+from types import SimpleNamespace
+
+sys.modules["math_verify.grader"] = SimpleNamespace(sympy_symbolic_eq=None)
+
+def verify(*args, **options):
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "raise ImportError('no parser for antlr 4.7')",
+        GRADER + "    raise TypeError('of another version')",
+        GRADER + "    return False",
+        "import os\nos._exit(3)",
+    ],
+    ids=["import", "raises", "finds nothing equal", "dies"],
+)
+def test_a_library_that_does_not_work_stops_the_run(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close_workers()
+    (tmp_path / "math_verify.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(
+        RuntimeError, match=r"answers cannot be verified.*(antlr 4\.7|of another|'right': False|does not start)"
+    ):
+        verify_answers([SURD[0]], [SURD[1]])
+    assert workers() == []
+    monkeypatch.undo()
+    assert verify_answers([SURD[0]], [SURD[1]])[0].outcome == "right"  # the next call starts anew
+
+
+def test_bombs_are_unverified_and_change_no_other_label() -> None:
+    pairs = [pair for bomb in BOMBS for pair in ((r"\sqrt{2}", bomb), (r"\sqrt{8}", r"2\sqrt{2}"), (r"\sqrt{8}", r"3\sqrt{2}"))]
+    begun = time.monotonic()
+    verdicts = verify_answers([boxed(answer) for _, answer in pairs], [gold for gold, _ in pairs], timeout_s=4)
+    assert time.monotonic() - begun < 60
+    assert [v.outcome for v in verdicts] == ["unverified", "right", "wrong"] * len(BOMBS)
+    assert [v.reason for v in verdicts[:6:3]] == ["not decided within 4 s"] * 2
+    assert verdicts[9].reason == "the answer has 1000000 characters; 1000 is the most"
+
+
+def test_memory_is_limited_for_each_answer() -> None:
+    pairs = [(r"\sqrt{2}", "3^{40000000}")]
+    (verdict,) = verify_answers([boxed(pairs[0][1])], [pairs[0][0]], memory_mb=2, timeout_s=30)
+    assert (verdict.outcome, verdict.reason) == ("unverified", "out of memory")
+    assert outcomes([(r"\sqrt{2}", "3^{400000}")], timeout_s=30) == ["wrong"]
+
+
+def test_several_threads_ask_at_a_time() -> None:
+    found: dict[int, list[str]] = {}
+
+    def ask(n: int) -> None:
+        found[n] = outcomes([(rf"{k}\sqrt{{{n}}}", rf"\sqrt{{{n * k * k + k % 2}}}") for k in range(2, 8)], timeout_s=60)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in (3, 5, 6, 7, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n: ["right", "wrong"] * 3 for n in (3, 5, 6, 7, 10)}
+    assert 1 <= len(workers()) <= verify_pool.MAX_WORKERS
+
+
+def test_a_worker_that_was_killed_is_replaced() -> None:
+    assert verify_answers([SURD[0]], [SURD[1]])[0].outcome == "right"
+    for process in (before := workers()):
+        process.kill()
+        process.wait()
+    assert verify_answers([SURD[0]], [SURD[1]])[0].outcome == "right"
+    assert workers()
+    assert not {p.pid for p in workers()} & {p.pid for p in before}
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    failed: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            outcomes([(r"\sqrt{2}", BOMBS[0])], timeout_s=60)
+        except RuntimeError as error:
+            failed.append(error)
+
+    assert verify_answers([SURD[0]], [SURD[1]])[0].outcome == "right"
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(1)
+    close_workers()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert [str(error) for error in failed] == ["the workers were closed while they verified answers"]
+    assert workers() == []
+
+
+def start(program: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A Python that has run `program`, whose first line is the ids of its workers."""
+    head = """
+        import os, sys, threading, time, psutil
+        from bapo.tasks.verify import verify_answers
+        def ids():
+            return [p.pid for p in psutil.Process().children() if "bapo.tasks.verify_worker" in p.cmdline()]
+        def surd(n):
+            return verify_answers([r"\\boxed{\\sqrt{%d}}" % (2 * n * n)], [r"%d\\sqrt{2}" % n])[0].outcome
+        assert surd(3) == "right"
+    """
+    code = textwrap.dedent(head) + textwrap.dedent(program)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, [int(word) for word in process.stdout.readline().split()]
+
+
+def all_gone(pids: list[int], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+        if time.monotonic() > deadline:
+            return not left
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [False, True])
+def test_no_worker_outlives_the_end_of_the_interpreter(busy: bool) -> None:
+    bomb = f'verify_answers([r"\\boxed{{{BOMBS[0]}}}"], [r"\\sqrt{{2}}"], timeout_s=60)'
+    ask = f"threading.Thread(target=lambda: {bomb}, daemon=True).start()\ntime.sleep(1)\n" if busy else ""
+    process, pids = start(f"{ask}print(*ids(), flush=True)")
+    assert process.wait(30) == 0
+    assert pids
+    assert all_gone(pids, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [False, True])
+def test_no_worker_outlives_kill_9(busy: bool) -> None:
+    bomb = f'verify_answers([r"\\boxed{{{BOMBS[0]}}}"], [r"\\sqrt{{2}}"], timeout_s=3)'
+    process, pids = start(f"print(*ids(), flush=True)\n{bomb if busy else 'time.sleep(600)'}\ntime.sleep(600)")
+    assert pids
+    time.sleep(1.0)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert all_gone(pids, 3 + 1 + 5 if busy else 5)  # a busy one ends when its answer's time is over
+
+
+@pytest.mark.slow
+def test_no_worker_outlives_kill_9_while_a_fork_lives() -> None:
+    process, pids = start("""
+        from bapo.tasks import verify_pool
+        held = verify_pool.shared_pool()  # the fork keeps the connections open
+        if (child := os.fork()) == 0:
+            os.close(1)
+            time.sleep(600)
+            os._exit(0)
+        print(*ids(), child, flush=True)
+        time.sleep(600)
+    """)
+    *pids, child = pids
+    assert pids
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    try:
+        assert all_gone(pids, 10)
+        assert psutil.pid_exists(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_fork_has_workers_of_its_own() -> None:
+    process, pids = start("""
+        from bapo.tasks import verify_pool
+        before = ids()
+        if (child := os.fork()) == 0:
+            held = verify_pool._pools
+            os._exit(0 if not held and surd(5) == "right" and ids() and not set(ids()) & set(before) else 1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert surd(7) == "right" and ids() == before
+        print(status, flush=True)
+    """)
+    assert process.wait(60) == 0
+    assert pids == [0]
+
+
+# The command, the benchmark, the page.
+
+
+def test_the_command_shows_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main([r"so \boxed{0.5}", r"\frac{1}{2}"]) == 0
+    assert verify.main([r"so \boxed{25.0}", "025", "--mode", "integer"]) == 0
+    assert verify.main(["so 5", "5"]) == 0
+    assert verify.main([r"\boxed{1,-2}", "-2,1"]) == 0  # a gold that begins with a minus is no option
+    assert verify.main([r"-\boxed{-0.5}", r"-\frac{1}{2}", "--mode=math"]) == 0
+    assert verify.main(["--mode", "integer", "--answer-in", "hashes", "--", "so #### 7", "007"]) == 0
+    assert verify.main([r"\boxed{\sqrt{2}}", r"\sqrt{"]) == 2
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "right (1): the same answer; answer 0.5",
+        "wrong (0): not a whole number from 0 to 999, in digits; answer 25.0",
+        r"no_answer (0): there is no complete \boxed{...}",
+        "right (1): the same answer; answer 1,-2",
+        "right (1): the same answer; answer -0.5",
+        "right (1): the same answer; answer 7",
+    ]
+    assert err == "error: the gold '\\\\sqrt{' does not parse\n"
+
+
+def test_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import verification
+
+    seconds = verification.main(easy=50, formulas=28, timeout_s=0.5)
+    assert len(seconds) == 4
+    assert all(value > 0 for value in seconds.values())
+    assert "8 bombs among formulas, 0.5 s each | 64 |" in capsys.readouterr().out
+
+
+def policy_table() -> str:
+    """The rows of the fixture, as docs/verification.md has them."""
+    sign = {True: "yes", False: "no"}
+    lines = ["| topic | gold | answer | the same? | math-verify alone | because |", "|---|---|---|---|---|---|"]
+    for row in ROWS:
+        other = sign[row["math_verify"]] if row["math_verify"] != row["same"] else ""
+        lines.append(f"| {row['topic']} | `{row['gold']}` | `{row['answer']}` | {sign[row['same']]} | {other} | {row['why']} |")
+    assert not any("|" in row["gold"] + row["answer"] + row["why"] for row in ROWS), "a bar would end the cell"
+    return "\n".join(lines)
+
+
+def test_the_page_has_the_rows_of_the_fixture() -> None:
+    begin, end = "<!-- rows of tests/data/equivalence.json -->\n", "\n<!-- end -->"
+    table = PAGE.read_text().split(begin)[1].split(end)[0]
+    assert table == policy_table(), f"put this into {PAGE.name}:\n{policy_table()}"
+
+
+def test_modes_agree_on_whole_numbers_to_999_without_leading_zeros_and_not_beyond() -> None:
+    pairs = [(str(gold), str(answer)) for gold in (0, 7, 25, 100, 999) for answer in (0, 7, 25, 52, 100, 998, 999)]
+    found = [outcomes(pairs, mode=mode) for mode in ("math", "exact", "integer")]
+    assert found[0] == found[1] == found[2] == ["right" if gold == answer else "wrong" for gold, answer in pairs]
+    assert [outcomes([("25", "025")], mode=mode) for mode in ("math", "exact", "integer")] == [["right"], ["wrong"], ["right"]]
+    assert [outcomes([("1000", "1000")], mode=mode) for mode in ("math", "exact")] == [["right"], ["right"]]
+    with pytest.raises(ValueError, match="not a whole number from 0 to 999"):
+        outcomes([("1000", "1000")], mode="integer")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("6 * 12\n#### 72", "72"),
+        ("#### 71, no\n####  72 \nthat is it", "72"),
+        ("####\n72", "72"),
+        (r"#### 72 \boxed{71}", r"72 \boxed{71}"),
+        ("72 ####", ""),
+        (r"\boxed{72}", None),
+        ("", None),
+    ],
+)
+def test_what_follows_the_last_hashes_is_the_answer_where_it_is_asked_for(text: str, answer: str | None) -> None:
+    assert after_hashes(text) == answer
+    for mode in ("math", "exact", "integer"):
+        (verdict,) = verify_answers([text], ["72"], mode, answer_in="hashes")
+        assert verdict.outcome == ("right" if answer == "72" else "wrong" if answer else "no_answer")
