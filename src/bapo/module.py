@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bapo.losses.objective import Objective
+from bapo.losses.plan import plan_update, weigh_update
 from bapo.losses.regularisers import entropy_bonus, reference_kl
-from bapo.losses.weights import Objective, entropy_filter, entropy_histogram, entropy_threshold
 from bapo.metrics import MetricParts
 from bapo.ops.microbatch import MicroBatch, cut_by_tokens
 from bapo.optimizer import Optimizer
@@ -79,10 +79,15 @@ class BapoModule(UpdateModule):
         start = time.perf_counter()
         whole = minibatch.sequences
         cuts = cut_by_tokens(whole.lengths(), self.token_budget)
-        micro_batches = self._weighted([whole.select(rows) for rows in cuts])
+        vocabulary = self.policy.model.config.vocab_size
+        micro_batches = weigh_update([whole.select(rows) for rows in cuts], self.objective, vocabulary, self._sum_over_ranks)
         single = self._score(micro_batches[0]) if len(micro_batches) == 1 else None
         learned = self.loss.state_dict() if hasattr(self.loss, "state_dict") else None
-        plan = self._plan(micro_batches, single)
+
+        def logprobs(index: int) -> Tensor:
+            return (single or self.policy(micro_batches[index].batch)).logprobs
+
+        plan = plan_update(micro_batches, logprobs, self.global_step, self.loss, self.objective, self._sum_over_ranks)
 
         parts = MetricParts()
         seen: list[Any] = []
@@ -121,41 +126,6 @@ class BapoModule(UpdateModule):
     def _score(self, micro: MicroBatch) -> TokenStats:
         return self.policy(micro.batch, entropy_graph=self.objective.entropy_bonus > 0)
 
-    def _weighted(self, batches: list[Batch]) -> list[MicroBatch]:
-        """Each micro-batch with the weights of its tokens. The entropy filter asks the whole update where its threshold is."""
-        kept: list[Tensor | None] = [None] * len(batches)
-        if self.objective.top_entropy_frac < 1:
-            upper = math.log(self.policy.model.config.vocab_size)
-            counts = sum(entropy_histogram(b.behaviour_entropy, b.response_mask, upper) for b in batches)
-            assert isinstance(counts, Tensor)
-            threshold = entropy_threshold(self._gather(counts).sum(dim=0), self.objective.top_entropy_frac, upper)
-            kept = [entropy_filter(b.behaviour_entropy, b.response_mask, threshold) for b in batches]
-        weighted = []
-        for batch, keep in zip(batches, kept, strict=True):
-            mask = batch.response_mask
-            weights, metrics = self.objective.weights(mask, batch.behaviour_logprobs, batch.sampler_logprobs, keep)
-            weighted.append(MicroBatch(batch, weights, metrics))
-        return weighted
-
-    @torch.no_grad()
-    def _plan(self, micro_batches: list[MicroBatch], single: TokenStats | None) -> Plan:
-        """Pass 1: bounds and denominator of the whole update, in one collective. No pass where it cannot matter."""
-        counts = torch.zeros(2, dtype=torch.float64, device=self.device)
-        tally: Tensor | float = 0.0
-        for micro in micro_batches:
-            mask = micro.batch.response_mask
-            counts += torch.stack([mask.sum().double(), self.objective.count(mask)])
-            if self.loss.bounds_scope == "micro_batch" or not self.loss.adaptive or micro.is_fresh(self.global_step):
-                # Nothing will be read off the tally; or the policy still is the one that sampled, and every ratio is 1.
-                logprobs = micro.batch.behaviour_logprobs
-            else:
-                logprobs = (single or self.policy(micro.batch)).logprobs.detach()
-            tally = tally + self.loss.tally(micro.loss_inputs(logprobs))
-        assert isinstance(tally, Tensor)
-        total = self._gather(torch.cat([counts, tally])).sum(dim=0)
-        bounds = None if self.loss.bounds_scope == "micro_batch" else self.loss.choose(total[2:])
-        return Plan(bounds, denominator=total[1], tokens=float(total[0]))
-
     def _regularised(
         self, output: LossOutput, micro: MicroBatch, scores: TokenStats, denominator: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -182,15 +152,6 @@ class BapoModule(UpdateModule):
         super().on_load_checkpoint(checkpoint)
         if hasattr(self.loss, "load_state_dict"):
             self.loss.load_state_dict(checkpoint["bapo"]["loss"])
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What pass 1 settles for the whole update: bounds (None: each micro-batch its own), denominator, trained tokens."""
-
-    bounds: ClipBounds | None
-    denominator: Tensor
-    tokens: float
 
 
 def _state_metrics(batch: Batch, scores: TokenStats, version: int) -> dict[str, Tensor]:

@@ -86,6 +86,9 @@ class UpdateModule(L.LightningModule):
         torch.distributed.all_gather(parts, vector)
         return torch.stack(parts)
 
+    def _sum_over_ranks(self, vector: Tensor) -> Tensor:
+        return self._gather(vector).sum(dim=0)
+
     def log_row(self, row: dict[str, float]) -> None:
         """One row per optimizer update, to every logger; its step is the number of completed updates.
 

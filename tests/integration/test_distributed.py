@@ -16,7 +16,7 @@ from support import REPOSITORY, SMALL, random_batch, run_experiment
 from test_module import BAPO, Rounds, Rows, behaviour_of
 
 from bapo.losses import M2poLoss
-from bapo.losses.weights import Objective
+from bapo.losses.objective import Objective
 from bapo.module import BapoModule
 from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy, load_model

@@ -21,8 +21,8 @@ from bapo.advantages import group_advantages
 from bapo.analysis.whatif.config import build, replayed_config
 from bapo.losses import PRESETS, search_clip_bounds
 from bapo.losses.clip_bounds import Balance
+from bapo.losses.objective import Aggregation, Correction, KlEstimator, aggregation_scale
 from bapo.losses.surrogate import Mass, MassWeight
-from bapo.losses.weights import Aggregation, Correction, KlEstimator, aggregation_scale
 from bapo.metrics import METRICS, lookup
 from bapo.training.callbacks.staleness import HISTOGRAM
 from bapo.training.config_check import all_keys

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from bapo.engines.hf import HFEngine
-from bapo.losses.weights import Objective
+from bapo.losses.objective import Objective
 from bapo.module import BapoModule
 from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy, check_head, checkpoint_gradients, load_model

@@ -21,7 +21,7 @@ from bapo.analysis.report import write_report
 from bapo.analysis.whatif.config import build, replayed_config
 from bapo.analysis.whatif.walk import walk
 from bapo.losses import BapoLoss, BoundRange, CispoLoss, FixedClipLoss, GspoLoss
-from bapo.losses.weights import Objective
+from bapo.losses.objective import Objective
 from bapo.metrics import MetricParts
 from bapo.module import BapoModule
 from bapo.ops.microbatch import MicroBatch, SeenPart

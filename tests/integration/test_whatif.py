@@ -22,7 +22,7 @@ from bapo.analysis.whatif.config import build, replayed_config
 from bapo.analysis.whatif.table import agreement, bounds_differ
 from bapo.analysis.whatif.walk import Outcome, walk
 from bapo.losses import AdaptiveRatioLoss, BapoLoss, FixedClipLoss, GspoLoss
-from bapo.losses.weights import Objective
+from bapo.losses.objective import Objective
 from bapo.records.files import check_complete, load_update, record_path
 from bapo.rollouts.pool import load_pool
 from bapo.training.run_folder import read_config

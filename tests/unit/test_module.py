@@ -15,7 +15,7 @@ from support import random_batch
 
 from bapo.data.datamodule import EpochLoader
 from bapo.losses import AdaptiveRatioLoss, BapoLoss, BoundRange, CispoLoss, FixedClipLoss, GspoLoss
-from bapo.losses.weights import Objective
+from bapo.losses.objective import Objective
 from bapo.metrics import lookup
 from bapo.module import BapoModule
 from bapo.optimizer import Optimizer

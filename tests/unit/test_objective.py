@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bapo.losses import FixedClipLoss
+from bapo.losses.objective import Objective, entropy_filter, entropy_histogram, entropy_threshold, mismatch_factor
 from bapo.losses.regularisers import entropy_bonus, kl_estimate, reference_kl
-from bapo.losses.weights import Objective, entropy_filter, entropy_histogram, entropy_threshold, mismatch_factor
 from bapo.metrics import lookup
 from bapo.types import LossInputs
 

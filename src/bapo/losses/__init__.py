@@ -6,9 +6,9 @@ from bapo.losses.cispo import CispoLoss
 from bapo.losses.clip_bounds import BoundRange
 from bapo.losses.dppo import DppoLoss
 from bapo.losses.fixed_clip import FixedClipLoss
+from bapo.losses.functional import PRESETS, bapo_loss, search_clip_bounds
 from bapo.losses.gspo import GspoLoss
 from bapo.losses.m2po import M2poLoss
-from bapo.losses.one_call import PRESETS, bapo_loss, search_clip_bounds
 from bapo.losses.sapo import SapoLoss
 from bapo.losses.surrogate import (
     MassRule,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bapo.losses.objective import KlEstimator
 from bapo.losses.surrogate import MAX_LOG_RATIO
-from bapo.losses.weights import KlEstimator
 from bapo.ops.masked import keep, masked_sum
 from bapo.types import LossOutput
 

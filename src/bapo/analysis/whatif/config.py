@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from bapo.losses.weights import Objective
+from bapo.losses.objective import Objective
 from bapo.protocols import Loss
 from bapo.training import config_check
 from bapo.training.cli import CONF

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bapo.losses.weights import Objective, entropy_filter, entropy_histogram, entropy_threshold
+from bapo.losses.objective import Objective, entropy_filter, entropy_histogram, entropy_threshold
 from bapo.metrics import MetricParts
 from bapo.ops.microbatch import MicroBatch, SeenPart
 from bapo.protocols import Loss

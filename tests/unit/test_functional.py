@@ -8,7 +8,7 @@ from test_bounds import CASES, golden_inputs, random_inputs
 from torch import Tensor
 
 from bapo.losses import PRESETS, BapoLoss, BoundRange, bapo_loss, search_clip_bounds
-from bapo.losses.one_call import SearchOptions
+from bapo.losses.functional import SearchOptions
 from bapo.types import ClipBounds, LossInputs
 
 
