@@ -40,12 +40,12 @@ class Optimizer:
             if not ok:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)!r}; it must be {bound}")
 
-    def build(self, parameters: Iterable[nn.Parameter], total_updates: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         first, second = self.betas
-        optimizer = torch.optim.AdamW(
-            parameters, lr=self.lr, betas=(first, second), eps=self.eps, weight_decay=self.weight_decay
-        )
-        return optimizer, LambdaLR(optimizer, lambda done: self.lr_factor(done, total_updates))
+        return torch.optim.AdamW(parameters, lr=self.lr, betas=(first, second), eps=self.eps, weight_decay=self.weight_decay)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> LambdaLR:
+        return LambdaLR(optimizer, lambda step: self.lr_factor(step - 1, num_training_steps - 1))
 
     def lr_factor(self, done: int, total_updates: int) -> float:
         """Share of `lr` used by the update that follows `done` completed ones."""

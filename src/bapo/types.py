@@ -182,6 +182,10 @@ class LossInputs:
     response_mask: Tensor
     weights: Tensor | None = None
 
+    def detached(self) -> LossInputs:
+        """The same values without a graph."""
+        return replace(self, logprobs=self.logprobs.detach())
+
 
 @dataclass(frozen=True)
 class ClipBounds:

@@ -1,82 +1,106 @@
-"""What a trainer of a policy does around its loss: one optimizer update per mini-batch, its row in the log, its checkpoint."""
+"""The shell around a loss: one optimizer update per mini-batch, its row of the log, its checkpoint."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from bapo.metrics import lookup
-from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy
 from bapo.policy.checkpoint import with_base, without_base
 
 log = logging.getLogger(__name__)
 
 MAX_SKIPS_IN_A_ROW = 3
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class UpdateModule(L.LightningModule):
-    """Holds `policy` and steps its optimizer; a subclass differentiates. `total_updates` is the horizon of the lr schedule.
+    """Holds `policy` and steps its optimizer; a subclass computes the gradient in `training_step`.
 
-    A mini-batch is cut into micro-batches of at most `token_budget` padded tokens.
+    A mini-batch is cut into micro-batches of at most `token_budget` padded tokens. lr_schedule, total_updates: see
+    `build_schedule`. Gradients are clipped to the global 2-norm `max_grad_norm`, once per update.
     """
 
-    def __init__(self, policy: CausalLMPolicy, optimizer: Optimizer, token_budget: int, total_updates: int):
+    def __init__(
+        self,
+        policy: CausalLMPolicy,
+        optimizer: MakeOptimizer,
+        token_budget: int,
+        total_updates: int,
+        lr_schedule: Callable[..., Any] | None = None,
+        max_grad_norm: float = 1.0,
+    ):
         super().__init__()
         self.automatic_optimization = False
         self.policy = policy
-        self.optimizer = optimizer
-        self.token_budget = token_budget
-        self.total_updates = total_updates
+        self.optimizer, self.lr_schedule, self.max_grad_norm = optimizer, lr_schedule, max_grad_norm
+        self.token_budget, self.total_updates = token_budget, total_updates
         self.skipped_updates = 0
         self.skips_in_a_row = 0
         self.latest: dict[str, float] = {}
 
-    def _step(self, loss: float, tokens: float) -> tuple[float, bool]:
-        """Clips the gradient and steps; returns (norm before clipping, stepped).
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer([p for p in self.policy.parameters() if p.requires_grad])
+        return {"optimizer": optimizer, "lr_scheduler": build_schedule(self.lr_schedule, optimizer, self.total_updates)}
+
+    # -- one update: backward for every micro-batch, then one step --
+
+    @contextmanager
+    def _synchronised(self, last: bool) -> Iterator[None]:
+        """Forward and backward of a micro-batch: ranks exchange gradients on the last one only."""
+        block = getattr(self.trainer.strategy, "block_backward_sync", None)
+        with nullcontext() if last or block is None else block():
+            yield
+
+    def _accumulate(self, loss: Tensor) -> None:
+        # Data-parallel ranks average their gradients; the loss's denominator is already global, so they must add up.
+        self.manual_backward(loss * self.trainer.world_size)
+
+    def _step(self, row: dict[str, float], loss: float, tokens: float) -> bool:
+        """Clips the gradient and steps; adds gradient norm (before clipping), lr and skips to `row`. Returns False if skipped.
 
         A loss or gradient that is not finite, or one of no tokens, moves nothing: neither weights nor lr nor the step count.
         """
-        optimizer, scheduler = self._optimizer(), self.lr_schedulers()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.optimizer.max_grad_norm))
+        optimizer, schedule = self._optimizer(), self.lr_schedulers()
+        lr = optimizer.param_groups[0]["lr"]
+        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
         stepped = tokens > 0 and math.isfinite(loss) and math.isfinite(norm)
         if stepped:
             optimizer.step()
-            scheduler.step()  # type: ignore[union-attr]
+            schedule.step()  # type: ignore[union-attr]
             self.skips_in_a_row = 0
         else:
             self.skipped_updates += 1
             self.skips_in_a_row += 1
-            log.warning(
-                "update skipped after %d: loss %s, gradient norm %s, %d trained tokens", self.global_step, loss, norm, tokens
-            )
+            reason = f"loss {loss}, gradient norm {norm}, {tokens:g} trained tokens"
+            log.warning("update skipped after %d: %s", self.global_step, reason)
         optimizer.zero_grad()
         if self.skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             raise RuntimeError(
                 f"{self.skips_in_a_row} updates in a row had a loss or gradient that is not finite, or no token, after "
-                f"{self.global_step} completed updates; the weights are as they were. Lower optimizer.lr, or look at the data."
+                f"{self.global_step} completed updates; the weights are unchanged. Lower optimizer.lr, or look at the data."
             )
-        return norm, stepped
+        row |= {"policy/grad_norm": norm, "policy/lr": lr, "policy/skipped_updates": self.skipped_updates}
+        return stepped
 
     def _optimizer(self) -> LightningOptimizer:
         optimizer = self.optimizers()  # Lightning's wrapper: stepping it is what moves `global_step`
         assert isinstance(optimizer, LightningOptimizer)
         return optimizer
 
-    @contextmanager
-    def _synchronised(self, last: bool) -> Iterator[None]:
-        """Ranks exchange gradients on the last micro-batch only."""
-        block = getattr(self.trainer.strategy, "block_backward_sync", None)
-        with nullcontext() if last or block is None else block():
-            yield
+    # -- ranks --
 
     def _gather(self, vector: Tensor) -> Tensor:
         """[n] -> [ranks, n]."""
@@ -102,12 +126,7 @@ class UpdateModule(L.LightningModule):
         for logger in self.loggers:
             logger.log_metrics(row, step=self.global_step)
 
-    # -- Lightning's hooks --
-
-    def configure_optimizers(self) -> Any:
-        trainable = [p for p in self.policy.parameters() if p.requires_grad]
-        optimizer, scheduler = self.optimizer.build(trainable, self.total_updates)
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+    # -- checkpoint --
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         without_base(self, checkpoint)
@@ -122,3 +141,20 @@ class UpdateModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         with_base(self, checkpoint)
         self.skipped_updates, self.skips_in_a_row = (checkpoint["bapo"][name] for name in ("skipped_updates", "skips_in_a_row"))
+
+
+def build_schedule(make: Callable[..., Any] | None, optimizer: torch.optim.Optimizer, total_updates: int) -> Any:
+    """The learning-rate schedule that `make(optimizer=...)` returns, at its first update; None: a constant lr.
+
+    One that takes num_training_steps (transformers.get_scheduler) gets total_updates + 1 and is stepped once: update k of w
+    warm-up steps uses k / w of the lr. At its step 0 the first update would move nothing.
+    """
+    if make is None:
+        return LambdaLR(optimizer, lambda step: 1.0)
+    if "num_training_steps" not in inspect.signature(make).parameters:
+        return make(optimizer=optimizer)
+    schedule = make(optimizer=optimizer, num_training_steps=total_updates + 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of")  # torch expects an update before the first step
+        schedule.step()
+    return schedule

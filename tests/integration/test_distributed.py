@@ -1,4 +1,4 @@
-"""Two real processes (gloo) make the update that one makes. FAULTS 2, 5, 6, 37, 38, 45."""
+"""Two real processes (gloo) make the update that one makes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import lightning as L
 import pytest
 import torch
 from support import REPOSITORY, SMALL, random_batch, run_experiment
-from test_module import BAPO, Rounds, Rows, behaviour_of
+from support.updates import BAPO, Rounds, Rows, adamw, behaviour_of
 
 from bapo.losses import M2poLoss
 from bapo.losses.objective import Objective
 from bapo.module import BapoModule
-from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy, load_model
 from bapo.protocols import EngineError, Loss
 from bapo.rollouts.ranks import Ranks
@@ -64,7 +63,7 @@ def train_rank(
                 self.trainer.strategy.model.register_comm_hook(None, hook)
 
     mine = [batch.select(torch.arange(len(batch))[rank::world]) for batch in batches]
-    module = Counting(CausalLMPolicy(load_model(folder)), loss, objective, Optimizer(lr=1e-2), 24, 100)
+    module = Counting(CausalLMPolicy(load_model(folder)), loss, objective, adamw(1e-2), 24, 100)
     rows = Rows()
     trainer = L.Trainer(
         accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", max_epochs=1, logger=rows,

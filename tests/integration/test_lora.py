@@ -17,14 +17,13 @@ import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 from support import SMALL, random_batch, run_experiment
-from test_module import BAPO, behaviour_of, fit
+from support.updates import BAPO, adamw, behaviour_of, fit
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from bapo.engines.hf import HFEngine
 from bapo.losses.objective import Objective
 from bapo.module import BapoModule
-from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy, check_head, checkpoint_gradients, load_model
 from bapo.policy.checkpoint import fingerprint, with_base, without_base
 from bapo.policy.lora import Lora
@@ -187,7 +186,7 @@ def test_only_the_adapter_is_trained_in_float32_over_a_bfloat16_model():
     lora = Lora(4, 8, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"])
     model = adapted("untied", lora, dtype=torch.bfloat16)
     policy = CausalLMPolicy(model)
-    module = BapoModule(policy, BAPO, Objective(), Optimizer(lr=1e-3), 100, total_updates=1)
+    module = BapoModule(policy, BAPO, Objective(), adamw(1e-3), 100, total_updates=1)
     (group,) = module.configure_optimizers()["optimizer"].param_groups
     assert {id(p) for p in group["params"]} == {id(p) for p in policy.parameters() if p.requires_grad}
     assert [(name, tuple(p.shape)) for name, p in trained(model).items() if "lora_" not in name] == [
@@ -486,9 +485,7 @@ def test_a_checkpoint_that_does_not_fit_says_what_each_side_has(model_folder, tm
     if lost:
         del checkpoint["state_dict"][lost]
         torch.save(checkpoint, tmp_path / "a.ckpt")
-    module = BapoModule(
-        options(model_folder, lora=lora).load(model_folder, 1.0, 0), BAPO, Objective(), Optimizer(lr=1e-2), 100, 9
-    )
+    module = BapoModule(options(model_folder, lora=lora).load(model_folder, 1.0, 0), BAPO, Objective(), adamw(1e-2), 100, 9)
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,

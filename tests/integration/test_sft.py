@@ -21,12 +21,12 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from support import REPOSITORY, ScriptedEngine, run_experiment
+from support.updates import adamw
 from test_configs import byte_model, shrunk  # noqa: F401 - a fixture
 from test_readme import commands
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo.export import export
-from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy, load_model
 from bapo.rollouts.grading import draw
 from bapo.rollouts.prompt_format import PLAIN, PromptFormat
@@ -227,7 +227,7 @@ def test_every_row_is_in_one_update_of_an_epoch_and_the_last_epoch_may_be_cut() 
 
 
 def fitted(
-    folder: Path, rows: list[Row], budget: int, options: SftOptions, optimizer: Optimizer
+    folder: Path, rows: list[Row], budget: int, options: SftOptions, lr: float, **settings
 ) -> tuple[SftModule, list[dict]]:
     log: list[dict[str, float]] = []
 
@@ -237,7 +237,8 @@ def fitted(
             log.append(row | {"step": self.global_step})
 
     data = SftData(rows, rows[:3], options, 0, 0, 1)
-    module = Recording(CausalLMPolicy(load_model(folder)), optimizer, budget, data.total, options.test_every_n_updates)
+    policy, every = CausalLMPolicy(load_model(folder)), options.test_every_n_updates
+    module = Recording(policy, adamw(lr), budget, data.total, every, **settings)
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=data.epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, reload_dataloaders_every_n_epochs=1, use_distributed_sampler=False,
@@ -255,8 +256,8 @@ def random_rows(count: int) -> list[Row]:
 @pytest.mark.parametrize("budget", [1, 24, 10_000])
 def test_an_update_is_that_of_the_mean_over_all_its_tokens(model_folder: Path, budget: int) -> None:
     """Against transformers' own loss on one padded batch, and AdamW by hand, however the mini-batch is cut."""
-    rows, optimizer = random_rows(7), Optimizer(lr=1e-2, max_grad_norm=0.1)
-    module, log = fitted(model_folder, rows, budget, SftOptions(batch_size=8), optimizer)
+    rows = random_rows(7)
+    module, log = fitted(model_folder, rows, budget, SftOptions(batch_size=8), 1e-2, max_grad_norm=0.1)
 
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     batch = padded(rows, 0)
@@ -281,14 +282,14 @@ def test_an_update_is_that_of_the_mean_over_all_its_tokens(model_folder: Path, b
 
 def test_held_out_rows_are_looked_at_every_so_often_and_in_the_end(model_folder: Path) -> None:
     options = SftOptions(epochs=3, batch_size=4, test_every_n_updates=2)
-    _, log = fitted(model_folder, random_rows(9), 100, options, Optimizer(lr=1e-3))
+    _, log = fitted(model_folder, random_rows(9), 100, options, 1e-3)
     assert [row["step"] for row in log if "sft/test_loss" in row] == [0, 2, 4, 6, 8, 9]
     assert [row["sft/epoch"] for row in log if "sft/epoch" in row] == [0] * 3 + [1] * 3 + [2] * 3
 
 
 def test_it_learns_what_it_is_shown(model_folder: Path) -> None:
     rows = [Row(torch.tensor(ids, dtype=torch.int32), 2) for ids in ([5, 4, 7, 7, 1], [6, 4, 8, 1])] * 4
-    module, log = fitted(model_folder, rows, 100, SftOptions(epochs=60, batch_size=8), Optimizer(lr=1e-2))
+    module, log = fitted(model_folder, rows, 100, SftOptions(epochs=60, batch_size=8), 1e-2)
     assert log[-1]["sft/test_loss"] < 0.05 < 2 < log[0]["sft/test_loss"]
     with torch.no_grad():
         greedy = module.policy.model(input_ids=torch.tensor([[5, 4, 7, 7]])).logits[0, 1:].argmax(-1)

@@ -1,19 +1,21 @@
 """Aggregation, mismatch correction, the entropy filter and the regularisers: by hand, as laws, and under any cut."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import random_batch
 from torch import Tensor
 
 from bapo.losses import FixedClipLoss
 from bapo.losses.objective import Objective, entropy_filter, entropy_histogram, entropy_threshold, mismatch_factor
-from bapo.losses.regularisers import entropy_bonus, kl_estimate, reference_kl
+from bapo.losses.regularisers import kl_estimate, regularised
 from bapo.metrics import lookup
-from bapo.types import LossInputs
+from bapo.types import LossInputs, LossOutput, TokenStats
 
 AGGREGATIONS = [Objective("token_mean"), Objective("sequence_mean"), Objective("sequence_sum", 10)]
 MASK = torch.tensor([[1, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]]).bool()
@@ -215,6 +217,7 @@ def update(objective: Objective, size: int) -> tuple[float, Tensor, dict[str, fl
     histogram = torch.stack([entropy_histogram(entropy[m].abs(), mask[m], 4.0) for m in micro]).sum(dim=0)
     threshold = entropy_threshold(histogram, objective.top_entropy_frac, 4.0)
     count = torch.stack([objective.count(mask[m]) for m in micro]).sum()
+    with_terms = replace(objective, reference_kl=0.1, entropy_bonus=0.01)
     total, sums = torch.zeros((), dtype=torch.float64), dict[str, float]()
     for m in micro:
         kept = entropy_filter(entropy[m].abs(), mask[m], threshold)
@@ -222,10 +225,9 @@ def update(objective: Objective, size: int) -> tuple[float, Tensor, dict[str, fl
         loss = FixedClipLoss(0.8, 1.2)
         inputs = LossInputs(policy[m], behaviour[m], advantages[m], mask[m], weights)
         output = loss(inputs, loss.choose(loss.tally(inputs)), count)
-        scale = objective.scale(mask[m])
-        kl = reference_kl(policy[m], reference[m], mask[m], scale, count, 0.1, objective.kl_estimator)
-        total = total + output.loss + kl.loss + entropy_bonus(policy[m].square(), mask[m], scale, count, 0.01)
-        for name, value in (metrics | kl.metrics).items():
+        extra, extra_metrics = terms(with_terms, policy[m], reference[m], policy[m].square(), mask[m], count)
+        total = total + output.loss + extra
+        for name, value in (metrics | extra_metrics).items():
             sums[name] = sums.get(name, 0.0) + value.item()
     (gradient,) = torch.autograd.grad(total, policy)
     return total.item(), gradient, sums
@@ -254,6 +256,14 @@ def test_the_cut_changes_nothing(objective: Objective, size: int) -> None:
 # --- regularisers ----------------------------------------------------------------------------------------------------
 
 
+def terms(
+    objective: Objective, logprobs: Tensor, reference: Tensor, entropy: Tensor, mask: Tensor, count: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The regularisers alone, beside a policy loss of 0."""
+    batch = replace(random_batch(1), response_mask=mask, reference_logprobs=reference)
+    return regularised(LossOutput(torch.zeros(()), {}), TokenStats(logprobs, entropy), batch, objective, count)
+
+
 def test_kl_estimates_by_hand() -> None:
     """d = log 2 and -log 2, a clamped 30, and a masked NaN."""
     logprobs = torch.tensor([[math.log(2.0), -math.log(2.0), 30.0, math.nan]], dtype=torch.float64, requires_grad=True)
@@ -275,23 +285,23 @@ def test_kl_estimates_by_hand() -> None:
 def test_terms_by_hand() -> None:
     logprobs = torch.tensor([[1.0, 2.0, math.nan]], requires_grad=True)
     mask = torch.tensor([[True, True, False]])
-    scale, count = Objective("sequence_mean").scale(mask), torch.tensor(4.0)
-    output = reference_kl(logprobs, torch.zeros(1, 3), mask, scale, count, 0.5, "k2")
-    assert output.loss.item() == pytest.approx(0.5 * (0.5 + 2.0) / 2 / 4)
-    assert {name: value.item() for name, value in output.metrics.items()} == {"policy/reference_kl": 2.5}
-    assert not output.metrics["policy/reference_kl"].requires_grad
-    bonus = entropy_bonus(logprobs, mask, scale, count, 0.01)
+    objective = Objective("sequence_mean", reference_kl=0.5, kl_estimator="k2")
+    kl, metrics = terms(objective, logprobs, torch.zeros(1, 3), logprobs, mask, torch.tensor(4.0))
+    assert kl.item() == pytest.approx(0.5 * (0.5 + 2.0) / 2 / 4)
+    assert {name: value.item() for name, value in metrics.items()} == {"policy/reference_kl": 2.5}
+    assert not metrics["policy/reference_kl"].requires_grad
+    objective = Objective("sequence_mean", entropy_bonus=0.01)
+    bonus, metrics = terms(objective, logprobs, torch.zeros(1, 3), logprobs, mask, torch.tensor(4.0))
     assert bonus.item() == pytest.approx(-0.01 * 1.5 / 4)
-    (gradient,) = torch.autograd.grad(output.loss + bonus, logprobs)
+    assert metrics == {}
+    (gradient,) = torch.autograd.grad(kl + bonus, logprobs)
     assert gradient[0].tolist() == pytest.approx([0.5 / 8 - 0.01 / 8, 1.0 / 8 - 0.01 / 8, 0.0])
 
 
 def test_terms_of_no_token_are_zero_with_zero_gradients() -> None:
     nan = torch.full((1, 2), math.nan, requires_grad=True)
     mask = torch.zeros(1, 2, dtype=torch.bool)
-    loss = reference_kl(nan, nan, mask, nan, torch.zeros(()), 1.0, "k3").loss + entropy_bonus(
-        nan, mask, nan, torch.zeros(()), 1.0
-    )
+    loss, _ = terms(Objective(reference_kl=1.0, entropy_bonus=1.0), nan, nan.detach(), nan, mask, torch.zeros(()))
     loss.backward()
     assert nan.grad is not None
     assert (loss.item(), nan.grad.tolist()) == (0.0, [[0.0, 0.0]])

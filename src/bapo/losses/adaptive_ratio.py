@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from bapo.losses.clip_bounds import BoundsScope, positive_ratio
+from bapo.losses.clip_bounds import positive_ratio
 from bapo.losses.surrogate import MassRule, clipped_objective, clipped_surrogate_loss, importance_ratio, token_weights
 from bapo.ops.masked import keep
+from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
 
 @dataclass
-class AdaptiveRatioLoss:
+class AdaptiveRatioLoss(Loss):
     """PPO's clip with a width e that grows while negative tokens outweigh positive ones, and shrinks once they are few.
 
     g = N / P, each a sum of |clipped objective| at (1 - e, 1 + e). If g > 1, negative tokens get the width e (1 + g / 2) in
@@ -35,7 +35,6 @@ class AdaptiveRatioLoss:
     grow: float = 1.1
     shrink: float = 0.9
     adaptive = True
-    bounds_scope: ClassVar[BoundsScope] = "update"
     _width: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +81,6 @@ class AdaptiveRatioLoss:
         return ClipBounds(clip_low.clamp(min=0), 1 + width, metrics=start)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        """Loss and metrics of one micro-batch; `denominator` is a count over the whole update."""
         return clipped_surrogate_loss(inputs, bounds, denominator, MassRule("surrogate"))
 
     def _on(self, device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ from bapo.losses.clip_bounds import (
     tally_masses,
 )
 from bapo.losses.surrogate import Mass, MassRule, MassWeight, check_dual_clip, clipped_surrogate_loss
+from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
 TargetMode = Literal["absolute", "relative"]
@@ -42,7 +43,7 @@ CHOICES: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class BapoLoss:
+class BapoLoss(Loss):
     """-sum_t min(r_t A_t, clip(r_t, clip_low, clip_high) A_t) / denominator at the first bounds whose positive ratio >= target.
 
     target_positive_ratio: in (0, 1), of the ratio that `balance` names; not used where target_mode is relative.
@@ -122,7 +123,6 @@ class BapoLoss:
         return (share + self.target_margin).clamp(*RELATIVE_TARGETS)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        """Loss and metrics of one micro-batch; `denominator` counts the trained tokens of the whole update."""
         return clipped_surrogate_loss(inputs, bounds, denominator, self.mass_rule, self.dual_clip)
 
 

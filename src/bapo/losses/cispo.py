@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from bapo.losses.clip_bounds import BoundsScope
 from bapo.losses.surrogate import entropy_clip_metrics, importance_ratio
-from bapo.losses.token_loss import constant_bounds, empty_tally, token_loss
+from bapo.losses.token_loss import constant_bounds, token_loss
 from bapo.ops.masked import keep, masked_sum
+from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
 
 @dataclass(frozen=True)
-class CispoLoss:
+class CispoLoss(Loss):
     """REINFORCE with a clipped and detached weight: -sum_t sg(clip(r_t, clip_low, clip_high)) A_t log pi_t / denominator.
 
     A token is clipped when its weight is cut: r outside [clip_low, clip_high] and A != 0. `policy/clip_frac` counts these;
@@ -28,8 +27,6 @@ class CispoLoss:
 
     clip_low: float
     clip_high: float
-    adaptive = False
-    bounds_scope: ClassVar[BoundsScope] = "update"
 
     def __post_init__(self) -> None:
         if not 0 <= self.clip_low < 1:
@@ -37,16 +34,10 @@ class CispoLoss:
         if not 1 < self.clip_high < math.inf:
             raise ValueError(f"clip_high is {self.clip_high}; it must be > 1 and finite, a bound on the ratio itself")
 
-    def tally(self, inputs: LossInputs) -> Tensor:
-        """Nothing to count: float64 [0]."""
-        return empty_tally(inputs)
-
     def choose(self, tally: Tensor) -> ClipBounds:
-        """The two constants, on the tally's device."""
         return constant_bounds(self.clip_low, self.clip_high, tally.device)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        """Loss and metrics of one micro-batch; `denominator` is a count over the whole update."""
         ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
         advantages = keep(inputs.advantages, inputs.response_mask)
         low, high = bounds.clip_low.to(ratio.dtype), bounds.clip_high.to(ratio.dtype)

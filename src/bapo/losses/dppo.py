@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from bapo.losses.clip_bounds import BoundsScope
 from bapo.losses.surrogate import importance_ratio
-from bapo.losses.token_loss import constant_bounds, empty_tally, token_loss
+from bapo.losses.token_loss import constant_bounds, token_loss
 from bapo.ops.masked import keep
+from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
 
 @dataclass(frozen=True)
-class DppoLoss:
+class DppoLoss(Loss):
     """A token is masked once its probability has moved too far the way it is pushed: -sum_t M_t r_t A_t / denominator.
 
     M = 0 if A > 0 and p - mu > threshold, or A < 0 and mu - p > threshold, else 1, with the token's probability p now and mu
@@ -28,23 +27,16 @@ class DppoLoss:
     """
 
     threshold: float
-    adaptive = False
-    bounds_scope: ClassVar[BoundsScope] = "update"
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < 1:
             raise ValueError(f"threshold is {self.threshold}; it must be in (0, 1), a difference of two probabilities")
-
-    def tally(self, inputs: LossInputs) -> Tensor:
-        """Nothing to count: float64 [0]."""
-        return empty_tally(inputs)
 
     def choose(self, tally: Tensor) -> ClipBounds:
         """1 -+ threshold, on the tally's device; for the log only."""
         return constant_bounds(1 - self.threshold, 1 + self.threshold, tally.device)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        """Loss and metrics of one micro-batch; `denominator` is a count over the whole update."""
         mask = inputs.response_mask
         ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, mask)
         advantages = keep(inputs.advantages, mask)

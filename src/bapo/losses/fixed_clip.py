@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from bapo.losses.clip_bounds import BoundsScope
 from bapo.losses.surrogate import check_dual_clip, clipped_surrogate_loss
-from bapo.losses.token_loss import constant_bounds, empty_tally
+from bapo.losses.token_loss import constant_bounds
+from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
 
 @dataclass(frozen=True)
-class FixedClipLoss:
+class FixedClipLoss(Loss):
     """-sum_t min(r_t A_t, clip(r_t, clip_low, clip_high) A_t) / denominator. Sources: arXiv 1707.06347, arXiv 2503.14476.
 
     The bounds are on the ratio itself. dual_clip: c > 1; for A < 0 the objective is not below c A (arXiv 1912.09729).
@@ -25,8 +24,6 @@ class FixedClipLoss:
     clip_low: float
     clip_high: float
     dual_clip: float | None = None
-    adaptive = False
-    bounds_scope: ClassVar[BoundsScope] = "update"
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_low < 1:
@@ -35,14 +32,8 @@ class FixedClipLoss:
             raise ValueError(f"clip_high is {self.clip_high}; it must be > 1 and finite, a bound on the ratio itself")
         check_dual_clip(self.dual_clip)
 
-    def tally(self, inputs: LossInputs) -> Tensor:
-        """Nothing to count: float64 [0]."""
-        return empty_tally(inputs)
-
     def choose(self, tally: Tensor) -> ClipBounds:
-        """The two constants, on the tally's device."""
         return constant_bounds(self.clip_low, self.clip_high, tally.device)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        """Loss and metrics of one micro-batch; `denominator` counts the trained tokens of the whole update."""
         return clipped_surrogate_loss(inputs, bounds, denominator, dual_clip=self.dual_clip)

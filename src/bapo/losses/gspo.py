@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from bapo.losses.clip_bounds import BoundsScope
 from bapo.losses.surrogate import MAX_LOG_RATIO, clipped_objective, importance_ratio
-from bapo.losses.token_loss import constant_bounds, empty_tally, token_loss
+from bapo.losses.token_loss import constant_bounds, token_loss
 from bapo.ops.masked import keep
+from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
 
 @dataclass(frozen=True)
-class GspoLoss:
+class GspoLoss(Loss):
     """A response is clipped as a whole: -sum_t min(s A_t, clip(s, clip_low, clip_high) A_t) / denominator, s = exp(mean log r).
 
     As in the paper's token variant, s_t = sg(s) r_t / sg(r_t): its value is s and its gradient s d log pi_t, so that a token of
@@ -29,8 +28,6 @@ class GspoLoss:
 
     clip_low: float
     clip_high: float
-    adaptive = False
-    bounds_scope: ClassVar[BoundsScope] = "update"
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_low < 1:
@@ -38,16 +35,10 @@ class GspoLoss:
         if not 1 < self.clip_high < math.inf:
             raise ValueError(f"clip_high is {self.clip_high}; it must be > 1 and finite, a bound on the sequence ratio itself")
 
-    def tally(self, inputs: LossInputs) -> Tensor:
-        """Nothing to count: float64 [0]."""
-        return empty_tally(inputs)
-
     def choose(self, tally: Tensor) -> ClipBounds:
-        """The two constants, on the tally's device."""
         return constant_bounds(self.clip_low, self.clip_high, tally.device)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        """Loss and metrics of one micro-batch of whole responses; `denominator` is a count over the whole update."""
         _, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
         advantages = keep(inputs.advantages, inputs.response_mask)
         sequence = sequence_ratio(log_ratio, inputs.response_mask)

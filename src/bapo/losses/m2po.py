@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from bapo.losses.clip_bounds import BoundsScope
 from bapo.losses.surrogate import MAX_LOG_RATIO, clip_counts, importance_ratio, is_clipped, token_weights
 from bapo.losses.token_loss import token_loss
 from bapo.ops.masked import keep
+from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
 CANDIDATES = 1024
@@ -21,7 +20,7 @@ SMALLEST_WIDTH = 1e-3
 
 
 @dataclass(frozen=True)
-class M2poLoss:
+class M2poLoss(Loss):
     """The farthest tokens are masked until those left are near on average: -sum_t M_t r_t A_t / denominator.
 
     Looked at are the tokens that a clip looks at, A > 0 and r > 1 or A < 0 and r < 1. The largest (log r)^2 among them are
@@ -36,7 +35,6 @@ class M2poLoss:
 
     m2_threshold: float
     adaptive = True
-    bounds_scope: ClassVar[BoundsScope] = "update"
 
     def __post_init__(self) -> None:
         if not SMALLEST_WIDTH**2 < self.m2_threshold < math.inf:
@@ -67,7 +65,6 @@ class M2poLoss:
         return ClipBounds(lows.flip(0).take(chosen), highs.take(chosen))
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        """Loss and metrics of one micro-batch; `denominator` is a count over the whole update."""
         ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
         advantages = keep(inputs.advantages, inputs.response_mask)
         masked = is_clipped(ratio, advantages, bounds.clip_low, bounds.clip_high)

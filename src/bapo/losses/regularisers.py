@@ -5,37 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bapo.losses.objective import KlEstimator
+from bapo.losses.objective import KlEstimator, Objective
 from bapo.losses.surrogate import MAX_LOG_RATIO
 from bapo.ops.masked import keep, masked_sum
-from bapo.types import LossOutput
+from bapo.types import Batch, LossOutput, TokenStats
 
 
-def entropy_bonus(entropy: Tensor, response_mask: Tensor, scale: Tensor, denominator: Tensor, coefficient: float) -> Tensor:
-    """-coefficient * sum(scale * entropy) / denominator over one micro-batch, 0-dim.
+def regularised(
+    output: LossOutput, stats: TokenStats, batch: Batch, objective: Objective, denominator: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy loss plus the objective's regularisers, and the metrics of all, for one micro-batch.
 
-    entropy: nats, with a graph. scale: `Objective.scale`. denominator: as of the policy loss, 0-dim. Its metric is
-    `policy/entropy`, which every update logs, with or without a bonus.
+    loss - entropy_bonus sum(s H) / denominator + reference_kl sum(s KL) / denominator, s = `Objective.scale`.
+    stats: the policy's, with a graph, also of the entropy if there is a bonus. denominator: as of the policy loss, 0-dim.
     """
-    return -coefficient * _scaled_sum(entropy, response_mask, scale) / denominator.clamp(min=1)
-
-
-def reference_kl(
-    logprobs: Tensor,
-    reference_logprobs: Tensor,
-    response_mask: Tensor,
-    scale: Tensor,
-    denominator: Tensor,
-    coefficient: float,
-    estimator: KlEstimator,
-) -> LossOutput:
-    """coefficient * sum(scale * kl_estimate) / denominator over one micro-batch, and `policy/reference_kl`.
-
-    scale: `Objective.scale`. denominator: as of the policy loss, 0-dim.
-    """
-    estimate = kl_estimate(logprobs, reference_logprobs, response_mask, estimator)
-    loss = coefficient * _scaled_sum(estimate, response_mask, scale) / denominator.clamp(min=1)
-    return LossOutput(loss, {"policy/reference_kl": masked_sum(estimate.detach(), response_mask, torch.float64)})
+    loss, metrics, mask = output.loss, output.metrics, batch.response_mask
+    scale, count = objective.scale(mask), denominator.clamp(min=1)
+    if objective.entropy_bonus:
+        loss = loss - objective.entropy_bonus * (keep(stats.entropy, mask) * scale).sum() / count
+    if objective.reference_kl:
+        estimate = kl_estimate(stats.logprobs, batch.reference_logprobs, mask, objective.kl_estimator)
+        loss = loss + objective.reference_kl * (estimate * scale).sum() / count
+        metrics = metrics | {"policy/reference_kl": masked_sum(estimate.detach(), mask, torch.float64)}
+    return loss, metrics
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, response_mask: Tensor, estimator: KlEstimator) -> Tensor:
@@ -53,7 +45,3 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, response_mask: Ten
     if estimator == "k2":
         return d.square() / 2
     return (-d).expm1() + d
-
-
-def _scaled_sum(values: Tensor, response_mask: Tensor, scale: Tensor) -> Tensor:
-    return (keep(values, response_mask) * keep(scale, response_mask)).sum()

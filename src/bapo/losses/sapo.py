@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from bapo.losses.clip_bounds import BoundsScope
 from bapo.losses.surrogate import importance_ratio
-from bapo.losses.token_loss import constant_bounds, empty_tally, token_loss
+from bapo.losses.token_loss import constant_bounds, token_loss
 from bapo.ops.masked import keep
+from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
 HALF_OPEN = math.log(3 + 2 * math.sqrt(2))
@@ -20,7 +19,7 @@ HALF_OPEN = math.log(3 + 2 * math.sqrt(2))
 
 
 @dataclass(frozen=True)
-class SapoLoss:
+class SapoLoss(Loss):
     """Gradients fade as r leaves 1: -sum_t f_t(r_t) A_t / denominator, f(r) = 4 / tau * sigmoid(tau (r - 1)).
 
     tau is tau_pos for A > 0, else tau_neg. The gradient on log pi is g r A with the gate g = 4 sigmoid (1 - sigmoid) of
@@ -32,24 +31,17 @@ class SapoLoss:
 
     tau_pos: float = 1.0
     tau_neg: float = 1.05
-    adaptive = False
-    bounds_scope: ClassVar[BoundsScope] = "update"
 
     def __post_init__(self) -> None:
         for name in ("tau_pos", "tau_neg"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be > 0 and finite")
 
-    def tally(self, inputs: LossInputs) -> Tensor:
-        """Nothing to count: float64 [0]."""
-        return empty_tally(inputs)
-
     def choose(self, tally: Tensor) -> ClipBounds:
         """The ratios at which the gate is half open, on the tally's device."""
         return constant_bounds(max(0.0, 1 - HALF_OPEN / self.tau_neg), 1 + HALF_OPEN / self.tau_pos, tally.device)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        """Loss and metrics of one micro-batch; `denominator` is a count over the whole update."""
         ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
         advantages = keep(inputs.advantages, inputs.response_mask)
         tau = torch.full_like(advantages, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)

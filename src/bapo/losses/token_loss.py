@@ -39,11 +39,6 @@ def token_loss(
     return LossOutput(loss, metrics, ratio.detach(), clipped)
 
 
-def empty_tally(inputs: LossInputs) -> Tensor:
-    """The tally of a loss that counts nothing: float64 [0]."""
-    return torch.zeros(0, dtype=torch.float64, device=inputs.logprobs.device)
-
-
 def constant_bounds(low: float, high: float, device: torch.device) -> ClipBounds:
     """Bounds that no tally moves; float64, 0-dim."""
     low_bound, high_bound = (torch.full((), value, dtype=torch.float64, device=device) for value in (low, high))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -63,8 +63,7 @@ class MicroBatch:
 
     def seen(self, rows: Tensor, inputs: LossInputs, entropy: Tensor, bounds: ClipBounds, output: LossOutput) -> SeenPart:
         """What an update has computed of this micro-batch, made of `rows` of its mini-batch; without graphs."""
-        inputs = replace(inputs, logprobs=inputs.logprobs.detach())
-        return SeenPart(rows, inputs, entropy.detach(), bounds, output.ratio, output.clipped)
+        return SeenPart(rows, inputs.detached(), entropy.detach(), bounds, output.ratio, output.clipped)
 
     def is_fresh(self, version: int) -> bool:
         """Did the weights of `version` draw every token?"""

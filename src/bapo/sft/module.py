@@ -10,10 +10,9 @@ import torch
 from bapo.metrics import MetricParts
 from bapo.ops.masked import masked_sum
 from bapo.ops.microbatch import cut_by_tokens
-from bapo.optimizer import Optimizer
 from bapo.policy.causal_lm import CausalLMPolicy
 from bapo.types import MiniBatch
-from bapo.updates import UpdateModule
+from bapo.updates import MakeOptimizer, UpdateModule
 
 
 class SftModule(UpdateModule):
@@ -24,32 +23,36 @@ class SftModule(UpdateModule):
     """
 
     def __init__(
-        self, policy: CausalLMPolicy, optimizer: Optimizer, token_budget: int, total_updates: int, test_every: int = 100
+        self,
+        policy: CausalLMPolicy,
+        optimizer: MakeOptimizer,
+        token_budget: int,
+        total_updates: int,
+        test_every: int = 100,
+        **options: Any,
     ):
-        super().__init__(policy, optimizer, token_budget, total_updates)
+        super().__init__(policy, optimizer, token_budget, total_updates, **options)
         self.test_every = test_every
 
     def training_step(self, minibatch: MiniBatch, batch_idx: int) -> None:
         start = time.perf_counter()
         whole = minibatch.sequences
-        micro_batches = [whole.select(rows) for rows in cut_by_tokens(whole.lengths(), self.token_budget)]
-        tokens = self._gather(whole.response_mask.sum().double()[None]).sum()
+        cuts = cut_by_tokens(whole.lengths(), self.token_budget)
+        denominator = self._sum_over_ranks(whole.response_mask.sum(dtype=torch.float64)[None]).sum()
         parts = MetricParts()
-        for index, micro in enumerate(micro_batches):
-            with self._synchronised(index == len(micro_batches) - 1):
-                scores = self.policy(micro)
-                loss = -masked_sum(scores.logprobs, micro.response_mask) / tokens
-                # Data-parallel ranks average their gradients; the denominator is already global, so they must add up.
-                self.manual_backward(loss * self.trainer.world_size)
-            parts.add({"sft/loss": loss, "policy/entropy": scores.entropy.sum()})
-        count = float(tokens)
-        row = parts.reduce(self._gather, count)
-        lr = self._optimizer().param_groups[0]["lr"]
-        grad_norm, stepped = self._step(row["sft/loss"], count)
+        for index, rows in enumerate(cuts):
+            batch = whole.select(rows)
+            with self._synchronised(last=index == len(cuts) - 1):
+                stats = self.policy(batch)
+                loss = -masked_sum(stats.logprobs, batch.response_mask) / denominator
+                self._accumulate(loss)
+            parts.add({"sft/loss": loss, "policy/entropy": stats.entropy.sum()})
+        tokens = float(denominator)
+        row = parts.reduce(self._gather, tokens)
+        stepped = self._step(row, row["sft/loss"], tokens)
         if stepped:
-            row |= {"policy/grad_norm": grad_norm, "policy/lr": lr, "policy/skipped_updates": self.skipped_updates}
             seconds = time.perf_counter() - start
-            self.log_row(row | {"time/train": seconds, "perf/tokens_per_s": count / seconds} | minibatch.metrics)
+            self.log_row(row | {"time/train": seconds, "perf/tokens_per_s": tokens / seconds} | minibatch.metrics)
         last = self.trainer.is_last_batch and self.trainer.current_epoch + 1 == self.trainer.max_epochs
         if last or (stepped and self.global_step % self.test_every == 0):
             self._test()  # before a checkpoint is written: none lacks the look before it
@@ -68,8 +71,8 @@ class SftModule(UpdateModule):
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in data.test_batches(self.trainer.global_rank, self.trainer.world_size):
             with self.trainer.precision_plugin.forward_context():
-                scores = self.policy.token_stats(batch, self.token_budget)
-            sums += torch.stack([-scores.logprobs.double().sum(), batch.response_mask.sum().double()]).to(self.device)
+                stats = self.policy.token_stats(batch, self.token_budget)
+            sums += torch.stack([-stats.logprobs.double().sum(), batch.response_mask.sum().double()]).to(self.device)
         total, tokens = self._gather(sums).sum(dim=0).tolist()
         self.log_row({"sft/test_loss": total / tokens, "time/eval": time.perf_counter() - start})
         data.on_phase("train")

@@ -85,7 +85,16 @@ def _training(job: Job, at_the_end: ExitStack) -> Training:
     pad_id = tokenizer.pad_token_id
     data = SftData(train, test, options, pad_id, parts["seed"], trainer.devices * trainer.num_nodes)
     log.info("%d demonstrations to train on, %d held out, %d updates", len(train), len(test), data.total)
-    module = SftModule(trained, parts["optimizer"], trainer.micro_batch_tokens, data.total, options.test_every_n_updates)
+    optimizer = parts["optimizer"]
+    module = SftModule(
+        trained,
+        optimizer,
+        trainer.micro_batch_tokens,
+        data.total,
+        options.test_every_n_updates,
+        lr_schedule=optimizer.schedule,
+        max_grad_norm=optimizer.max_grad_norm,
+    )
 
     def conclude() -> None:
         if is_main_process():

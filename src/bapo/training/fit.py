@@ -80,6 +80,8 @@ def _build_training(job: Job, at_the_end: ExitStack) -> Training:
         options.micro_batch_tokens,
         options.max_rounds * schedule.updates_per_round,
         reference,
+        lr_schedule=parts["optimizer"].schedule,
+        max_grad_norm=parts["optimizer"].max_grad_norm,
     )
     tokenizer = load_tokenizer(path, **policy.source)
     collector = Collector(

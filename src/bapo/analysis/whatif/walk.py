@@ -126,7 +126,7 @@ def replayed(folder: Path, record: UpdateRecord, rows: Rows, loss: Loss, objecti
         bounds_sum += torch.stack([bounds.clip_low, bounds.clip_high]) * inputs.response_mask.sum()
     row = parts.reduce(lambda vector: vector[None], tokens)
     if learned is not None and not math.isfinite(row["policy/loss"]):  # such an update would have been skipped
-        loss.load_state_dict(learned)  # type: ignore[attr-defined]
+        loss.load_state_dict(learned)
     low, high = (torch.stack([plan.clip_low, plan.clip_high]) if plan else bounds_sum / max(1, tokens)).tolist()
     positive, negative = row["bounds/positive_mass"], row["bounds/negative_mass"]
     ratio = positive / (positive + negative) if negative else 1.0
