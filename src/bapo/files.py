@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomic(target: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(target: Path, write: Callable[[Path], object]) -> None:
     """Replaces `target` by what `write(path)` writes, in one step: a kill leaves the old file or the new one.
 
     The partial file lies beside the target as NAME.partial; the folder is made if it does not exist.
@@ -25,7 +25,7 @@ def write_atomic(target: Path, write: Callable[[Path], None]) -> None:
 
 def write_text_atomic(target: Path, text: str) -> None:
     """Replaces `target` by `text`, as UTF-8, in one step."""
-    write_atomic(target, lambda path: path.write_text(text, encoding="utf-8") and None)
+    write_atomic(target, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def digest(*parts: Any) -> str:

@@ -26,6 +26,10 @@ MAX_SKIPS_IN_A_ROW = 3
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+class NotFiniteError(RuntimeError):
+    """Several updates in a row could not be made. The weights are those of the last update that was."""
+
+
 class UpdateModule(L.LightningModule):
     """Holds `policy` and steps its optimizer; a subclass computes the gradient in `training_step`.
 
@@ -88,7 +92,7 @@ class UpdateModule(L.LightningModule):
             log.warning("update skipped after %d: %s", self.global_step, reason)
         optimizer.zero_grad()
         if self.skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
-            raise RuntimeError(
+            raise NotFiniteError(
                 f"{self.skips_in_a_row} updates in a row had a loss or gradient that is not finite, or no token, after "
                 f"{self.global_step} completed updates; the weights are unchanged. Lower optimizer.lr, or look at the data."
             )

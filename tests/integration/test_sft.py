@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: ids, the loss of an update, whole runs and the model they leave. FAULTS 14 to 18, 40, 57."""
+"""Supervised fine-tuning: ids, the loss of an update, whole runs and the model they leave."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo.policy.tiny_qwen3 import tiny_qwen3
 from bapo.policy.tokenizer import PAD, character_tokenizer, check_alphabet
-from bapo.sft.warm_start import IGNORED, Untrained, WarmStart, completion_loss, encode, fit
+from bapo.sft.warm_start import Untrained, WarmStart
 from bapo.tasks.digit_ops import ALPHABET, EOS, DigitOps
 from bapo.types import Prompt
 
@@ -131,47 +131,17 @@ def test_seed_alone_decides_the_weights() -> None:
 # Fit
 
 
-def test_labels_by_hand() -> None:
-    """Prompt slots and padding are not trained; every token of the response and its EOS are (FAULTS 14, 15)."""
-    tokenizer = character_tokenizer("ab=", ".")
-    input_ids, labels = encode(tokenizer, [("a=", "ba"), ("ab=", ""), ("b=", "a.a")])
-    no = IGNORED
-    assert input_ids.tolist() == [[2, 4, 3, 2, 1, 0], [2, 3, 4, 1, 0, 0], [3, 4, 2, 1, 2, 1]]
-    assert labels.tolist() == [[no, no, 3, 2, 1, no], [no, no, no, 1, no, no], [no, no, 2, 1, 2, 1]]
-    assert (input_ids.dtype, labels.dtype) == (torch.int64, torch.int64)
-
-
-def test_loss_by_hand() -> None:
-    """Logits that depend on the current token only (table W): slot t predicts slot t + 1."""
-    table = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
-    ids = torch.tensor([[0, 1, 2], [2, 2, 0]])
-    labels = torch.tensor([[IGNORED, 1, 2], [IGNORED, IGNORED, 0]])
-    logprobs = table.log_softmax(-1)
-    by_hand = -(logprobs[0, 1] + logprobs[1, 2] + logprobs[2, 0]) / 3
-    assert completion_loss(table[ids], labels).item() == pytest.approx(by_hand.item(), rel=1e-6)
-
-
-def test_padding_does_not_reach_the_loss() -> None:
-    tokenizer = character_tokenizer("ab=", ".")
-    model = tiny_qwen3(5, 1, 0, **TINY)
-    short, long = ("a=", "b"), ("b=", "abab")
-    with torch.no_grad():
-        alone = completion_loss(model(encode(tokenizer, [short])[0]).logits, encode(tokenizer, [short])[1])
-        ids, labels = encode(tokenizer, [short, long])
-        padded = completion_loss(model(ids).logits[:1], labels[:1])
-    assert padded.item() == pytest.approx(alone.item(), rel=1e-5)
-
-
-def test_a_short_fit_learns() -> None:
-    tokenizer = character_tokenizer("ab=", ".")
-    input_ids, labels = encode(tokenizer, Echo().demonstrations(8, 0))
-    model = tiny_qwen3(5, 1, 0, **TINY)
-    losses = fit(model, input_ids, labels, steps=60, batch_size=4, lr=2e-2, seed=0)
-    assert len(losses) == 60
-    assert losses[0] == pytest.approx(np.log(5), abs=0.1)  # an untrained model guesses one of five
-    assert max(losses[-5:]) < 0.1
-    greedy = model(torch.tensor([[3, 4, 3, 3]])).logits[0, 1:].argmax(-1)
-    assert greedy.tolist() == [3, 3, 1]  # "b=" is answered with "bb" and the end
+def test_a_short_fit_learns(tmp_path: Path) -> None:
+    """The task's two demonstrations, and the end of each; the loss of the mark is that of the held-out ones."""
+    folder = tiny(tmp_path, steps=60, lr=2e-2)(Echo())
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert json.loads((folder / "warm_start.json").read_text())["loss"] < 0.1
+    for ids in ([2, 4, 2, 1], [3, 4, 3, 3, 1]):  # "a=a." and "b=bb."
+        greedy = model(torch.tensor([ids])).logits[0].argmax(-1)
+        assert greedy[1:-1].tolist() == ids[2:]
+    untrained = Untrained(model=TINY, cache_dir=str(tmp_path))(Echo())
+    logits = AutoModelForCausalLM.from_pretrained(untrained)(torch.tensor([[3, 4, 3, 3]])).logits
+    assert (logits.log_softmax(-1) + np.log(5)).abs().max() < 0.5  # it guesses one of five
 
 
 # Cache
@@ -265,7 +235,7 @@ def test_a_build_that_stops_leaves_no_entry(
 
     start = tiny(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("bapo.sft.warm_start.fit", stop)
+        patch.setattr(WarmStart, "_fit", stop)
         with pytest.raises(KeyboardInterrupt):
             start(Echo())
     assert [path.suffix for path in (tmp_path / "warm_start").iterdir() if path.is_dir()] == [".building"]
@@ -282,7 +252,7 @@ def test_what_another_process_built_meanwhile_is_taken(tmp_path: Path, monkeypat
         shutil.copytree(other, tmp_path / "warm_start" / other.name)
 
     monkeypatch.setattr("bapo.policy.folder_cache.fcntl.flock", granted)
-    monkeypatch.setattr("bapo.sft.warm_start.fit", None)
+    monkeypatch.setattr(WarmStart, "_fit", None)
     folder = tiny(tmp_path)(Echo())
     assert contents(folder) == contents(other)
     assert folder == tmp_path / "warm_start" / other.name
@@ -352,7 +322,7 @@ def test_bad_tasks_are_named(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="its repr must state its fields"):
         tiny(tmp_path)(NoRepr())
-    with pytest.raises(ValueError, match=r"character 'b' .* is not in the tokenizer's alphabet"):
+    with pytest.raises(ValueError, match=r"demonstration 1, 'b=': .*character 'b' has no token"):
         tiny(tmp_path)(Echo(alphabet="a="))
     with pytest.raises(ValueError, match=r"^policy\.warm_start\.model\.max_position_embeddings is 4; it must be >= 5"):
         tiny(tmp_path, model={**TINY, "max_position_embeddings": 4})(Echo())

@@ -11,15 +11,15 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from bapo.data.datamodule import EpochLoader
-from bapo.rollouts.pool import collate
 from bapo.rollouts.prompt_format import PromptFormat
 from bapo.rollouts.schedule import Schedule, deal_minibatches
 from bapo.rollouts.seeds import derive_seed
 from bapo.sft.demonstrations import Demonstration
-from bapo.types import Batch, MiniBatch, Prompt, Sample
+from bapo.types import Batch, MiniBatch, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -142,14 +142,13 @@ def split(rows: Sequence[Row], test_share: float) -> tuple[list[Row], list[Row]]
 
 
 def padded(rows: Sequence[Row], pad_id: int) -> Batch:
-    """[B, T] as a pool's: the mask is told by positions, so an end of sequence is learned where a pad has the same id."""
-    nothing = torch.zeros(len(rows))
-    rollouts = []
-    for row in rows:
-        ids = row.ids.tolist()
-        response = tuple(ids[row.prompt :])
-        rollouts.append(Sample("", 0, 0, tuple(ids[: row.prompt]), response, (0.0,) * len(response), "stop", 0))
-    return collate(rollouts, nothing, nothing, pad_id)
+    """Rows as a batch [B, T]. Masks go by position, so an end of sequence is learned where a pad has the same id."""
+    ids = pad_sequence([row.ids.long() for row in rows], batch_first=True, padding_value=pad_id)
+    lengths, prompts = torch.tensor([[len(row.ids), row.prompt] for row in rows])[:, :, None].unbind(dim=1)
+    slots = torch.arange(ids.shape[1])
+    attention, response = slots < lengths, (slots >= prompts) & (slots < lengths)
+    unused, version, of_row = torch.zeros(ids.shape), torch.zeros_like(ids), torch.zeros(len(rows))
+    return Batch(ids, attention, response, unused, unused, unused, unused, version, of_row, of_row)
 
 
 @dataclass(frozen=True)
