@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -222,3 +222,10 @@ class Adapter:
 
     config: dict[str, Any]
     weights: dict[str, Tensor]
+
+
+def check_choices(options: Any) -> None:
+    """Raises ValueError unless every Literal field of the dataclass `options` holds one of its choices."""
+    for name, hint in get_type_hints(type(options)).items():
+        if get_origin(hint) is Literal and getattr(options, name) not in get_args(hint):
+            raise ValueError(f"{name} is {getattr(options, name)!r}; it must be one of {', '.join(get_args(hint))}")

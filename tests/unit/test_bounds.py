@@ -1,16 +1,14 @@
-"""The table search against golden values, public numbers and a token-by-token transcription of Algorithm 1. FAULTS 1-5, 8."""
+"""The table search against golden values, public numbers and a token-by-token transcription of Algorithm 1."""
 
-import json
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from support.losses import CASES, golden_inputs, padded, random_inputs, rearrange
 
 from bapo.losses import PRESETS, BapoLoss, BoundRange, MassRule, is_clipped
 from bapo.losses.clip_bounds import mass_table, positive_ratio, search_path, tally_masses
@@ -18,7 +16,6 @@ from bapo.losses.surrogate import clip_counts
 from bapo.metrics import lookup
 from bapo.types import ClipBounds, LossInputs
 
-CASES = json.loads((Path(__file__).parents[1] / "data" / "bound_search.json").read_text())["cases"]
 PAPER_LOW, PAPER_HIGH = BoundRange(0.6, 0.9, 0.02), BoundRange(1.2, 3.0, 0.05)
 INF = math.inf
 
@@ -31,11 +28,6 @@ def tokens(ratios: list[float], advantages: list[float], weights: list[float] | 
     return LossInputs(logprobs, torch.zeros_like(logprobs), torch.tensor([advantages], dtype=torch.float64), mask, weighted)
 
 
-def golden_inputs(case: dict) -> LossInputs:
-    names = ("logprobs", "behaviour_logprobs", "advantages")
-    return LossInputs(*(torch.tensor(case[n], dtype=torch.float64) for n in names), torch.tensor(case["response_mask"]).bool())
-
-
 def search(loss: BapoLoss, inputs: LossInputs) -> ClipBounds:
     return loss.choose(loss.tally(inputs))
 
@@ -44,7 +36,7 @@ def pair(bounds: ClipBounds) -> tuple[float, float]:
     return round(bounds.clip_low.item(), 10), round(bounds.clip_high.item(), 10)
 
 
-def said(bounds: ClipBounds, *names: str) -> tuple[float, ...]:
+def metrics_of(bounds: ClipBounds, *names: str) -> tuple[float, ...]:
     """Values of the search's own metrics."""
     return tuple(bounds.metrics[f"bounds/{name}"].item() for name in names)
 
@@ -85,8 +77,10 @@ def test_public_example_high_first() -> None:
     bounds = search(BapoLoss(0.4, PAPER_LOW, PAPER_HIGH, mass="surrogate"), FOUR)
     assert pair(bounds) == (0.6, 1.75)
     assert bounds.positive_ratio.item() == pytest.approx(1.75 / 4.35, abs=1e-12)
-    assert said(bounds, "positive_ratio_start", "positive_ratio_at_one", "target") == pytest.approx((1.2 / 3.8, 0.25, 0.4))
-    assert said(bounds, "target_met", "saturated", "search_effective") == (1, 0, 1)
+    assert metrics_of(bounds, "positive_ratio_start", "positive_ratio_at_one", "target") == pytest.approx(
+        (1.2 / 3.8, 0.25, 0.4)
+    )
+    assert metrics_of(bounds, "target_met", "saturated", "search_effective") == (1, 0, 1)
 
 
 def test_public_example_low_first() -> None:
@@ -98,7 +92,7 @@ def test_public_example_low_first() -> None:
 def test_public_example_positive_over_negative_of_one() -> None:
     bounds = search(BapoLoss(0.5, PAPER_LOW, PAPER_HIGH, mass="surrogate"), FOUR)
     assert pair(bounds) == (0.9, 3.0)
-    assert said(bounds, "target_met", "saturated") == (0, 1)
+    assert metrics_of(bounds, "target_met", "saturated") == (0, 1)
 
 
 def test_public_example_eq_8_with_its_bars_around_a_signed_sum() -> None:
@@ -106,7 +100,7 @@ def test_public_example_eq_8_with_its_bars_around_a_signed_sum() -> None:
     bounds = search(BapoLoss(0.4, PAPER_LOW, PAPER_HIGH, mass="surrogate", balance="signed"), FOUR)
     assert pair(bounds) == (0.6, 1.2)
     assert bounds.positive_ratio.item() == pytest.approx(1.2 / 1.4, abs=1e-12)
-    assert said(bounds, "positive_ratio", "target_met") == pytest.approx((1.2 / 3.8, 1))
+    assert metrics_of(bounds, "positive_ratio", "target_met") == pytest.approx((1.2 / 3.8, 1))
 
 
 @pytest.mark.parametrize(("negative", "ratio"), [(3.0, 1.0), (1.5, INF), (1.0, 3.0), (0.0, 1.0)])
@@ -219,14 +213,14 @@ def test_range_errors(arguments: tuple[float, float, float], message: str) -> No
 def test_degenerate_batches(inputs: LossInputs, ratio: float, bounds: tuple, met: int, aim: dict, order, mass) -> None:
     found = search(BapoLoss(0.4, PAPER_LOW, PAPER_HIGH, order, mass, **aim), inputs)
     assert pair(found) == bounds
-    assert {found.positive_ratio.item(), *said(found, "positive_ratio_start", "positive_ratio_at_one")} == {ratio}
-    assert said(found, "target_met", "search_effective") == (met, 0)
+    assert {found.positive_ratio.item(), *metrics_of(found, "positive_ratio_start", "positive_ratio_at_one")} == {ratio}
+    assert metrics_of(found, "target_met", "search_effective") == (met, 0)
     assert all(value.isfinite() for value in found.metrics.values())
 
 
 def test_on_policy_no_bound_changes_the_ratio() -> None:
     bounds = search(BapoLoss(0.5, PAPER_LOW, PAPER_HIGH), tokens([1.0] * 4, [1, -1, -1, -1]))
-    assert said(bounds, "search_effective") == (0,)
+    assert metrics_of(bounds, "search_effective") == (0,)
     assert bounds.positive_ratio.item() == 0.25
     assert pair(bounds) == (0.9, 3.0)
 
@@ -245,16 +239,16 @@ def test_summation_order_does_not_decide_a_tie_with_the_target() -> None:
 def test_a_relative_target_is_the_share_at_one_plus_a_margin() -> None:
     relative = BapoLoss(0.9, PAPER_LOW, PAPER_HIGH, mass="surrogate", target_mode="relative", target_margin=0.15)
     bounds = search(relative, FOUR)  # a quarter of the advantage mass is positive
-    assert said(bounds, "positive_ratio_at_one", "target") == pytest.approx((0.25, 0.4))
+    assert metrics_of(bounds, "positive_ratio_at_one", "target") == pytest.approx((0.25, 0.4))
     assert pair(bounds) == (0.6, 1.75) == pair(search(BapoLoss(0.4, PAPER_LOW, PAPER_HIGH, mass="surrogate"), FOUR))
     weighted = search(relative, replace(FOUR, weights=torch.tensor([[3.0, 1, 1, 1]], dtype=torch.float64)))
-    assert said(weighted, "positive_ratio_at_one", "target") == pytest.approx((0.5, 0.65))
+    assert metrics_of(weighted, "positive_ratio_at_one", "target") == pytest.approx((0.5, 0.65))
 
 
 @pytest.mark.parametrize(("margin", "target"), [(0.9, 0.99), (-0.9, 0.01), (0.0, 0.25)])
 def test_a_relative_target_stays_inside_its_limits(margin: float, target: float) -> None:
     loss = BapoLoss(0.4, PAPER_LOW, PAPER_HIGH, target_mode="relative", target_margin=margin)
-    assert said(search(loss, FOUR), "target") == pytest.approx((target,))
+    assert metrics_of(search(loss, FOUR), "target") == pytest.approx((target,))
 
 
 def test_counterfactuals_are_what_other_runs_had_chosen() -> None:
@@ -267,7 +261,7 @@ def test_counterfactuals_are_what_other_runs_had_chosen() -> None:
         "target_0.5": (0.9, 3.0, 2.5 / 5.4),
     }
     for name, values in expected.items():
-        found = said(bounds, *(f"cf/{name}/{part}" for part in ("clip_low", "clip_high", "positive_ratio")))
+        found = metrics_of(bounds, *(f"cf/{name}/{part}" for part in ("clip_low", "clip_high", "positive_ratio")))
         assert found == pytest.approx(values, abs=1e-12), name
     assert {name.split("/")[2] for name in bounds.metrics if "/cf/" in name} == set(expected)
 
@@ -280,7 +274,7 @@ def test_counterfactuals_equal_separate_searches(seed: int) -> None:
     others |= {f"target_{t}": replace(loss, target_positive_ratio=t) for t in (0.45, 0.65)}
     for name, other in others.items():
         separate = search(other, inputs)
-        found = said(bounds, *(f"cf/{name}/{part}" for part in ("clip_low", "clip_high", "positive_ratio")))
+        found = metrics_of(bounds, *(f"cf/{name}/{part}" for part in ("clip_low", "clip_high", "positive_ratio")))
         assert found == (separate.clip_low.item(), separate.clip_high.item(), separate.positive_ratio.item())
 
 
@@ -425,25 +419,6 @@ def test_gradient_mass_no_move_lowers_the_ratio(rows, low, high, order, reading)
 
 
 # --- what must not matter --------------------------------------------------------------------------------------------
-
-
-def random_inputs(seed: int, rows: int = 8, width: int = 9, dtype: torch.dtype = torch.float64) -> LossInputs:
-    """Sequences of 1..width tokens, with weights."""
-    generator = torch.Generator().manual_seed(seed)
-    logprobs, behaviour, advantages = torch.randn(3, rows, width, generator=generator, dtype=torch.float64).to(dtype).unbind()
-    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
-    weights = 2 * torch.rand(rows, width, generator=generator, dtype=torch.float64).to(dtype)
-    return LossInputs(logprobs, behaviour, advantages, torch.arange(width) < lengths, weights)
-
-
-def rearrange(inputs: LossInputs, change) -> LossInputs:
-    values = (getattr(inputs, field.name) for field in fields(inputs))
-    return LossInputs(*(None if value is None else change(value) for value in values))
-
-
-def padded(value: Tensor) -> Tensor:
-    fill: float = 0 if value.dtype == torch.bool else math.nan
-    return torch.cat([value, value.new_full((len(value), 5), fill)], dim=1)
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "signed", "relative"])

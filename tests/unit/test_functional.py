@@ -4,11 +4,11 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from test_bounds import CASES, golden_inputs, random_inputs
+from support.losses import CASES, golden_inputs, random_inputs
 from torch import Tensor
 
 from bapo.losses import PRESETS, BapoLoss, BoundRange, bapo_loss, search_clip_bounds
-from bapo.losses.functional import SearchOptions
+from bapo.losses.functional import OPTIONS
 from bapo.types import ClipBounds, LossInputs
 
 
@@ -80,7 +80,9 @@ def test_without_a_preset_options_change_the_papers_values() -> None:
 
 
 def test_the_options_are_those_of_the_loss() -> None:
-    assert SearchOptions.__annotations__.keys() == {field.name for field in fields(BapoLoss)} - {"bounds_scope"}
+    assert set(OPTIONS) == {field.name for field in fields(BapoLoss)} - {"bounds_scope"}
+    options = {name: getattr(PRESETS["bapo_reference"], name) for name in OPTIONS}
+    assert same(search_clip_bounds(**FOUR, **options), search_clip_bounds(**FOUR, preset="bapo_reference"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.uint8])

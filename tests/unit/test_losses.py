@@ -1,4 +1,4 @@
-"""The clipped surrogate by hand, against golden values, and at the edges of floating point. FAULTS 1, 5-9, 11."""
+"""The clipped surrogate by hand, against golden values, and at the edges of floating point."""
 
 import math
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_bounds import CASES, golden_inputs, padded, random_inputs, rearrange
+from support.losses import CASES, golden_inputs, padded, random_inputs, rearrange
 from torch import Tensor
 
 from bapo.losses import PRESETS, BapoLoss, BoundRange, FixedClipLoss, clipped_objective, importance_ratio, is_clipped

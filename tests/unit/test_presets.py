@@ -58,8 +58,8 @@ def test_file_and_python_value_are_equal(name: str) -> None:
     assert from_file(name) == PRESETS[name]
 
 
-def test_every_preset_has_a_file_and_the_reverse() -> None:
-    assert TABLE.keys() == PRESETS.keys() == {path.stem for path in LOSSES.glob("bapo*.yaml")}
+def test_every_preset_is_in_the_table_of_its_sources() -> None:
+    assert TABLE.keys() == PRESETS.keys()
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -1,4 +1,4 @@
-"""Policy losses. Each one counts, chooses its bounds once per update, and is then called on every micro-batch."""
+"""Policy losses: tally every micro-batch, choose the bounds once per update, then call the loss on every micro-batch."""
 
 from bapo.losses.adaptive_ratio import AdaptiveRatioLoss
 from bapo.losses.bapo import BapoLoss
@@ -10,15 +10,8 @@ from bapo.losses.functional import PRESETS, bapo_loss, search_clip_bounds
 from bapo.losses.gspo import GspoLoss
 from bapo.losses.m2po import M2poLoss
 from bapo.losses.sapo import SapoLoss
-from bapo.losses.surrogate import (
-    MassRule,
-    clipped_objective,
-    clipped_surrogate_loss,
-    importance_ratio,
-    is_clipped,
-    token_metrics,
-    weighted_loss,
-)
+from bapo.losses.surrogate import MassRule, clipped_objective, importance_ratio, is_clipped, ratio_and_advantages
+from bapo.losses.token_loss import clipped_surrogate_loss, constant_bounds, token_loss
 
 __all__ = [
     "PRESETS",
@@ -35,9 +28,10 @@ __all__ = [
     "bapo_loss",
     "clipped_objective",
     "clipped_surrogate_loss",
+    "constant_bounds",
     "importance_ratio",
     "is_clipped",
+    "ratio_and_advantages",
     "search_clip_bounds",
-    "token_metrics",
-    "weighted_loss",
+    "token_loss",
 ]

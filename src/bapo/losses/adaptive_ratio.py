@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from bapo.losses.clip_bounds import positive_ratio
-from bapo.losses.surrogate import MassRule, clipped_objective, clipped_surrogate_loss, importance_ratio, token_weights
+from bapo.losses.surrogate import MassRule, clipped_objective, ratio_and_advantages, token_weights
+from bapo.losses.token_loss import clipped_surrogate_loss
 from bapo.ops.masked import keep
 from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
@@ -61,8 +62,7 @@ class AdaptiveRatioLoss(Loss):
     @torch.no_grad()
     def tally(self, inputs: LossInputs) -> Tensor:
         """P and N at (1 - e, 1 + e), float64 [2]."""
-        ratio, _ = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
-        advantages = keep(inputs.advantages, inputs.response_mask)
+        ratio, _, advantages = ratio_and_advantages(inputs)
         width = self._on(ratio.device)
         objective = clipped_objective(ratio, advantages, 1 - width, 1 + width).double() * token_weights(inputs).double()
         return torch.stack([keep(objective, advantages > 0).sum(), -keep(objective, advantages < 0).sum()])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,25 +20,16 @@ from bapo.losses.clip_bounds import (
     positive_ratio,
     tally_masses,
 )
-from bapo.losses.surrogate import Mass, MassRule, MassWeight, check_dual_clip, clipped_surrogate_loss
+from bapo.losses.surrogate import Mass, MassRule, MassWeight, check_dual_clip
+from bapo.losses.token_loss import clipped_surrogate_loss
 from bapo.protocols import Loss
-from bapo.types import ClipBounds, LossInputs, LossOutput
+from bapo.types import ClipBounds, LossInputs, LossOutput, check_choices
 
 TargetMode = Literal["absolute", "relative"]
-"""What the search aims at: a fixed positive ratio; or the one that the batch would have at r = 1, plus a margin."""
+"""Target of the search: a fixed positive ratio; or the one that the batch would have at r = 1, plus a margin."""
 
 RELATIVE_TARGETS = (0.01, 0.99)
-"""Limits of a relative target: a batch of one sign then ends as with an absolute target, all positive at the start of the path
-and all negative at its end, and a batch that is nearly of one sign keeps a target that bounds can reach."""
-
-CHOICES: Mapping[str, Any] = {
-    "search_order": SearchOrder,
-    "mass": Mass,
-    "weight": MassWeight,
-    "balance": Balance,
-    "target_mode": TargetMode,
-    "bounds_scope": BoundsScope,
-}
+"""Limits of a relative target, so that a batch of one sign, or nearly so, ends as with an absolute target."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +38,11 @@ class BapoLoss(Loss):
 
     target_positive_ratio: in (0, 1), of the ratio that `balance` names; not used where target_mode is relative.
     clip_low, clip_high: ranges of the bounds, on the ratio itself. search_order: the bound that moves first.
-    mass, weight: what a token weighs in P and N. balance: the ratio of P and N that is compared with the target.
-    dual_clip: c > 1; for A < 0 the objective is not below c A. dual_clip_in_search: do the masses know it too?
+    mass, weight: see `MassRule`. balance: the ratio of P and N that is compared with the target.
+    dual_clip: c > 1; for A < 0 the objective is not below c A. dual_clip_in_search: the masses apply it too.
     target_mode relative: the target is the share at r = 1 plus target_margin, within RELATIVE_TARGETS.
-    bounds_scope: what shares one pair of bounds. counterfactuals: log what both orders and `counterfactual_targets` had chosen.
+    bounds_scope: one pair of bounds for the update or for each micro-batch. counterfactuals: log the bounds that both orders
+    and each of `counterfactual_targets` would have chosen.
     Errors: ValueError for a value out of its bounds or an unknown option.
     """
 
@@ -82,9 +73,7 @@ class BapoLoss(Loss):
             raise ValueError(f"clip_low.stop is {self.clip_low.stop}; it must be < 1, a bound on the ratio itself")
         if not self.clip_high.start > 1:
             raise ValueError(f"clip_high.start is {self.clip_high.start}; it must be > 1, a bound on the ratio itself")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
+        check_choices(self)
         check_dual_clip(self.dual_clip)
         if not -1 < self.target_margin < 1:
             raise ValueError(f"target_margin is {self.target_margin}; it must be in (-1, 1), a difference of shares")
@@ -107,7 +96,6 @@ class BapoLoss(Loss):
         return tally_masses(inputs, self.clip_low, self.clip_high, self.mass_rule)
 
     def choose(self, tally: Tensor) -> ClipBounds:
-        """The bounds from a tally summed over micro-batches and ranks, and the metrics of the search."""
         table = mass_table(tally, self.clip_low, self.clip_high)
         target = self._target(table)
         bounds = clip_bounds(table, target, self.search_order, self.balance)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bapo.losses.surrogate import entropy_clip_metrics, importance_ratio
-from bapo.losses.token_loss import constant_bounds, token_loss
+from bapo.losses.surrogate import check_fixed_bounds, ratio_and_advantages
+from bapo.losses.token_loss import constant_bounds, entropy_clip_metrics, token_loss
 from bapo.ops.masked import keep, masked_sum
 from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
@@ -29,28 +28,20 @@ class CispoLoss(Loss):
     clip_high: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.clip_low < 1:
-            raise ValueError(f"clip_low is {self.clip_low}; it must be in [0, 1), a bound on the ratio itself")
-        if not 1 < self.clip_high < math.inf:
-            raise ValueError(f"clip_high is {self.clip_high}; it must be > 1 and finite, a bound on the ratio itself")
+        check_fixed_bounds(self.clip_low, self.clip_high, zero=True)
 
     def choose(self, tally: Tensor) -> ClipBounds:
         return constant_bounds(self.clip_low, self.clip_high, tally.device)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
-        advantages = keep(inputs.advantages, inputs.response_mask)
+        ratio, log_ratio, advantages = ratio_and_advantages(inputs)
         low, high = bounds.clip_low.to(ratio.dtype), bounds.clip_high.to(ratio.dtype)
         weight = ratio.detach().clamp(low, high)
+        objective = weight * advantages * keep(inputs.logprobs, inputs.response_mask)
         output = token_loss(
-            inputs,
-            bounds,
-            denominator,
-            objective=weight * advantages * keep(inputs.logprobs, inputs.response_mask),
-            ratio=ratio,
-            log_ratio=log_ratio,
+            inputs, bounds, denominator, objective=objective, ratio=ratio, log_ratio=log_ratio,
             gradient=weight * advantages.abs(),
-        )
+        )  # fmt: skip
         cut = ((ratio < low) | (ratio > high)) & (advantages != 0)
         metrics = output.metrics | entropy_clip_metrics(inputs, dropped=torch.zeros_like(cut))
         metrics["policy/clip_frac"] = masked_sum(cut, inputs.response_mask).double()

@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bapo.losses.surrogate import MassRule, bounds_below, importance_ratio, is_dual_clipped
-from bapo.ops.masked import keep
+from bapo.losses.surrogate import MassRule, bounds_below, is_dual_clipped, ratio_and_advantages
 from bapo.types import ClipBounds, LossInputs
 
 SearchOrder = Literal["high_first", "low_first"]
@@ -82,8 +81,7 @@ def tally_masses(inputs: LossInputs, clip_low: BoundRange, clip_high: BoundRange
 
     float64 [K_high + K_low + 2], additive over micro-batches and ranks.
     """
-    ratio, _ = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
-    advantages = keep(inputs.advantages, inputs.response_mask)
+    ratio, _, advantages = ratio_and_advantages(inputs)
     lows, highs = (bounds.candidates(ratio.device).to(ratio.dtype) for bounds in (clip_low, clip_high))
 
     # A bin per number of bounds that lie below r; the bins of the negative tokens follow those of the positive ones.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapo.losses.surrogate import importance_ratio
+from bapo.losses.surrogate import ratio_and_advantages
 from bapo.losses.token_loss import constant_bounds, token_loss
 from bapo.ops.masked import keep
 from bapo.protocols import Loss
@@ -22,7 +22,7 @@ class DppoLoss(Loss):
     under the behaviour policy. |p - mu| is the total variation between the two policies, seen as this token against all others:
     a rare token may change its ratio a lot, a likely one little. Masked is clipped; masses are the gradient's, M r |A|. There
     are no bounds on the ratio: 1 -+ threshold, which is logged, is where a token of mu = 1 is masked, the tightest case. mu is
-    `behaviour_logprobs`, scored by the trainer; the paper prefers the engine's own.
+    of `behaviour_logprobs`, computed by the trainer; the paper prefers the engine's own.
     Errors: ValueError unless 0 < threshold < 1.
     """
 
@@ -33,22 +33,13 @@ class DppoLoss(Loss):
             raise ValueError(f"threshold is {self.threshold}; it must be in (0, 1), a difference of two probabilities")
 
     def choose(self, tally: Tensor) -> ClipBounds:
-        """1 -+ threshold, on the tally's device; for the log only."""
+        """1 -+ threshold; for the log only."""
         return constant_bounds(1 - self.threshold, 1 + self.threshold, tally.device)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        mask = inputs.response_mask
-        ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, mask)
-        advantages = keep(inputs.advantages, mask)
+        ratio, log_ratio, advantages = ratio_and_advantages(inputs)
         with torch.no_grad():
-            moved = keep(inputs.logprobs, mask).exp() - keep(inputs.behaviour_logprobs, mask).exp()
-            masked = moved * advantages.sign() > self.threshold
-        return token_loss(
-            inputs,
-            bounds,
-            denominator,
-            objective=torch.where(masked, 0, ratio) * advantages,
-            ratio=ratio,
-            log_ratio=log_ratio,
-            clipped=masked,
-        )
+            now, then = (keep(values, inputs.response_mask).exp() for values in (inputs.logprobs, inputs.behaviour_logprobs))
+            masked = (now - then) * advantages.sign() > self.threshold
+        objective = torch.where(masked, 0, ratio) * advantages
+        return token_loss(inputs, bounds, denominator, objective=objective, ratio=ratio, log_ratio=log_ratio, clipped=masked)

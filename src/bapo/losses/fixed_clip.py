@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from bapo.losses.surrogate import check_dual_clip, clipped_surrogate_loss
-from bapo.losses.token_loss import constant_bounds
+from bapo.losses.surrogate import check_dual_clip, check_fixed_bounds
+from bapo.losses.token_loss import clipped_surrogate_loss, constant_bounds
 from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
@@ -26,10 +25,7 @@ class FixedClipLoss(Loss):
     dual_clip: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_low < 1:
-            raise ValueError(f"clip_low is {self.clip_low}; it must be in (0, 1), a bound on the ratio itself")
-        if not 1 < self.clip_high < math.inf:
-            raise ValueError(f"clip_high is {self.clip_high}; it must be > 1 and finite, a bound on the ratio itself")
+        check_fixed_bounds(self.clip_low, self.clip_high)
         check_dual_clip(self.dual_clip)
 
     def choose(self, tally: Tensor) -> ClipBounds:

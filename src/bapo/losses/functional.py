@@ -1,27 +1,26 @@
-"""Bounds and loss in one call, for other trainers than this one: tensors in, `ClipBounds` or a loss out. torch alone is needed.
+"""Bounds and loss in one call, for other trainers: tensors in, `ClipBounds` or a loss out. Needs torch alone.
 
     bounds = search_clip_bounds(
         logprobs=new, behaviour_logprobs=old, advantages=advantages, response_mask=mask, preset="bapo_reference"
     )
     loss, bounds = bapo_loss(logprobs=new, behaviour_logprobs=old, advantages=advantages, response_mask=mask, mass="surrogate")
 
-Bounds belong to a whole optimizer update. Where one is cut into micro-batches or over ranks, search once over all of it, give
-`bapo_loss` those bounds and the token count of the whole, or add up `PRESETS[name].tally` of the parts and call `choose` once.
+Bounds belong to a whole optimizer update. If it is cut into micro-batches or over ranks, search once over all of it and give
+`bapo_loss` those bounds and the token count of the whole; or add up `PRESETS[name].tally` of the parts and call `choose` once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, TypedDict, Unpack
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bapo.losses.bapo import BapoLoss, TargetMode
-from bapo.losses.clip_bounds import Balance, BoundRange, SearchOrder
-from bapo.losses.surrogate import Mass, MassWeight
+from bapo.losses.bapo import BapoLoss
+from bapo.losses.clip_bounds import BoundRange
 from bapo.types import ClipBounds, LossInputs
 
 _PAPER = BapoLoss(0.4, BoundRange(0.6, 0.9, 0.02), BoundRange(1.2, 3.0, 0.05))
@@ -54,22 +53,8 @@ PRESETS: dict[str, BapoLoss] = {
 """conf/loss/<name>.yaml as objects. The YAML files own the numbers and say their sources; a test keeps these equal to them."""
 
 
-class SearchOptions(TypedDict, total=False):
-    """Values to use instead of a preset's; a range is (start, stop, step) or (value, value). See `BapoLoss` for each."""
-
-    target_positive_ratio: float
-    clip_low: BoundRange | Sequence[float]
-    clip_high: BoundRange | Sequence[float]
-    search_order: SearchOrder
-    mass: Mass
-    weight: MassWeight
-    balance: Balance
-    dual_clip: float | None
-    dual_clip_in_search: bool
-    target_mode: TargetMode
-    target_margin: float
-    counterfactuals: bool
-    counterfactual_targets: Sequence[float]
+OPTIONS = tuple(f.name for f in fields(BapoLoss) if f.name != "bounds_scope")
+"""Arguments that replace values of a preset; see `BapoLoss`. A range is (start, stop, step), (value, value) or a number."""
 
 
 def search_clip_bounds(
@@ -80,7 +65,7 @@ def search_clip_bounds(
     response_mask: Tensor,
     weights: Tensor | None = None,
     preset: str = "bapo",
-    **options: Unpack[SearchOptions],
+    **options: Any,
 ) -> ClipBounds:
     """The clip bounds that `preset`, with `options` instead of its values, chooses for one update. 0-dim tensors, no graph.
 
@@ -104,7 +89,7 @@ def bapo_loss(
     bounds: ClipBounds | None = None,
     denominator: Tensor | float | None = None,
     preset: str = "bapo",
-    **options: Unpack[SearchOptions],
+    **options: Any,
 ) -> tuple[Tensor, ClipBounds]:
     """(loss, bounds): the clipped surrogate at the searched bounds, 0-dim, differentiable in `logprobs`.
 
@@ -123,13 +108,12 @@ def bapo_loss(
     return loss(inputs, bounds, count).loss, bounds
 
 
-def _configured(preset: str, options: SearchOptions) -> BapoLoss:
+def _configured(preset: str, options: dict[str, Any]) -> BapoLoss:
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; it must be one of {', '.join(PRESETS)}")
-    unknown = sorted(options.keys() - SearchOptions.__annotations__.keys())
-    if unknown:
-        raise ValueError(f"{unknown[0]} is not an option; it must be one of {', '.join(SearchOptions.__annotations__)}")
-    changes: dict[str, Any] = dict(options)
+    if unknown := sorted(options.keys() - set(OPTIONS)):
+        raise ValueError(f"{unknown[0]} is not an option; it must be one of {', '.join(OPTIONS)}")
+    changes = dict(options)
     for name in ("clip_low", "clip_high"):
         if name in changes and not isinstance(changes[name], BoundRange):
             changes[name] = _bound_range(name, changes[name])

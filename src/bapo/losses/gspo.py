@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from bapo.losses.surrogate import MAX_LOG_RATIO, clipped_objective, importance_ratio
+from bapo.losses.surrogate import MAX_LOG_RATIO, check_fixed_bounds, clipped_objective, ratio_and_advantages
 from bapo.losses.token_loss import constant_bounds, token_loss
-from bapo.ops.masked import keep
 from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
@@ -30,32 +28,22 @@ class GspoLoss(Loss):
     clip_high: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_low < 1:
-            raise ValueError(f"clip_low is {self.clip_low}; it must be in (0, 1), a bound on the sequence ratio itself")
-        if not 1 < self.clip_high < math.inf:
-            raise ValueError(f"clip_high is {self.clip_high}; it must be > 1 and finite, a bound on the sequence ratio itself")
+        check_fixed_bounds(self.clip_low, self.clip_high, of="the sequence ratio")
 
     def choose(self, tally: Tensor) -> ClipBounds:
         return constant_bounds(self.clip_low, self.clip_high, tally.device)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        _, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
-        advantages = keep(inputs.advantages, inputs.response_mask)
+        _, log_ratio, advantages = ratio_and_advantages(inputs)
         sequence = sequence_ratio(log_ratio, inputs.response_mask)
-        return token_loss(
-            inputs,
-            bounds,
-            denominator,
-            objective=clipped_objective(sequence, advantages, bounds.clip_low, bounds.clip_high),
-            ratio=sequence,
-            log_ratio=log_ratio,
-        )
+        objective = clipped_objective(sequence, advantages, bounds.clip_low, bounds.clip_high)
+        return token_loss(inputs, bounds, denominator, objective=objective, ratio=sequence, log_ratio=log_ratio)
 
 
 def sequence_ratio(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
     """exp(mean of log r over the row's trained tokens), at each of them, with a gradient to that token alone; [B, T].
 
-    log_ratio: 0 in masked slots, as `importance_ratio` gives it.
+    log_ratio: 0 in masked slots.
     """
     clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     lengths = response_mask.sum(dim=1, keepdim=True).clamp(min=1)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapo.losses.surrogate import MAX_LOG_RATIO, clip_counts, importance_ratio, is_clipped, token_weights
+from bapo.losses.surrogate import MAX_LOG_RATIO, clip_counts, is_clipped, ratio_and_advantages, token_weights
 from bapo.losses.token_loss import token_loss
-from bapo.ops.masked import keep
 from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
@@ -46,8 +45,7 @@ class M2poLoss(Loss):
 
         float64 [2 * (CANDIDATES + 1)].
         """
-        ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
-        advantages = keep(inputs.advantages, inputs.response_mask)
+        ratio, log_ratio, advantages = ratio_and_advantages(inputs)
         lows, highs = _candidates(ratio.device)
         counts = clip_counts(ratio, advantages, lows, highs).flatten()
         weights = torch.where(advantages * (ratio - 1) > 0, token_weights(inputs), 0).double().flatten()
@@ -65,18 +63,10 @@ class M2poLoss(Loss):
         return ClipBounds(lows.flip(0).take(chosen), highs.take(chosen))
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
-        advantages = keep(inputs.advantages, inputs.response_mask)
+        ratio, log_ratio, advantages = ratio_and_advantages(inputs)
         masked = is_clipped(ratio, advantages, bounds.clip_low, bounds.clip_high)
-        return token_loss(
-            inputs,
-            bounds,
-            denominator,
-            objective=torch.where(masked, 0, ratio) * advantages,
-            ratio=ratio,
-            log_ratio=log_ratio,
-            clipped=masked,
-        )
+        objective = torch.where(masked, 0, ratio) * advantages
+        return token_loss(inputs, bounds, denominator, objective=objective, ratio=ratio, log_ratio=log_ratio, clipped=masked)
 
 
 def _candidates(device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What surrounds a loss: how often each token's objective counts, and what their sum is divided by.
+"""The objective around a loss: the weight of each token, and the count that their sum is divided by.
 
 loss = -(weights * objective).sum() / count, with a count over the whole update and all ranks, so that it does not depend on how
 the update is cut. weights = aggregation scale * mismatch correction * token filter. Tensors are [B, T], one response per row.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from bapo.losses.surrogate import MAX_LOG_RATIO, finite_or_nan
 from bapo.ops.masked import keep, masked_sum
+from bapo.types import check_choices
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 """Every token alike (DAPO); every response alike, by the mean of its tokens (GRPO); the sum over a constant (Dr.GRPO)."""
@@ -23,12 +24,12 @@ Correction = Literal["none", "token_tis", "sequence_tis", "token_mis", "sequence
 """Truncated (tis) or masked (mis) importance sampling from engine to trainer, by token or by the product over the response."""
 
 KlEstimator = Literal["k1", "k2", "k3"]
-"""How `bapo.losses.regularisers` estimates the KL to the reference policy from one sample."""
+"""Estimators of the KL to the reference policy from one sample: see `kl_estimate` in `bapo.losses.regularisers`."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Everything about the objective but the loss itself; the defaults are a plain token mean.
+    """Weights, denominator and regularisers around a loss; the defaults are a plain token mean.
 
     aggregation, sequence_constant: see `aggregation_scale`; Dr.GRPO's constant is the most tokens that a response may have.
     correction, correction_cap, correction_low: see `mismatch_factor`. top_entropy_frac: share of the trained tokens, those of
@@ -48,29 +49,24 @@ class Objective:
     kl_estimator: KlEstimator = "k3"
 
     def __post_init__(self) -> None:
-        options = (("aggregation", Aggregation), ("correction", Correction), ("kl_estimator", KlEstimator))
-        for name, choices in options:
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(choices))}")
+        check_choices(self)
         if self.aggregation == "sequence_sum" and self.sequence_constant is None:
             raise ValueError("sequence_constant is None; aggregation sequence_sum divides by it: >= 1")
         if self.sequence_constant is not None and self.aggregation != "sequence_sum":
             raise ValueError(
                 f"sequence_constant is {self.sequence_constant}; it must be null unless aggregation is sequence_sum"
             )
-        if self.sequence_constant is not None and not 1 <= self.sequence_constant < math.inf:
-            raise ValueError(f"sequence_constant is {self.sequence_constant}; it must be >= 1 and finite")
-        if not 1 <= self.correction_cap < math.inf:
-            raise ValueError(
-                f"correction_cap is {self.correction_cap}; it must be >= 1 and finite: matching policies have factor 1"
-            )
-        if not 0 <= self.correction_low <= 1:
-            raise ValueError(f"correction_low is {self.correction_low}; it must be in [0, 1]")
-        if not 0 < self.top_entropy_frac <= 1:
-            raise ValueError(f"top_entropy_frac is {self.top_entropy_frac}; it must be in (0, 1]")
-        for name in ("entropy_bonus", "reference_kl"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 0 and finite")
+        constant = 1 if self.sequence_constant is None else self.sequence_constant
+        for name, fits, bound in (
+            ("sequence_constant", 1 <= constant < math.inf, ">= 1 and finite"),
+            ("correction_cap", 1 <= self.correction_cap < math.inf, ">= 1 and finite: matching policies have factor 1"),
+            ("correction_low", 0 <= self.correction_low <= 1, "in [0, 1]"),
+            ("top_entropy_frac", 0 < self.top_entropy_frac <= 1, "in (0, 1]"),
+            ("entropy_bonus", 0 <= self.entropy_bonus < math.inf, ">= 0 and finite"),
+            ("reference_kl", 0 <= self.reference_kl < math.inf, ">= 0 and finite"),
+        ):
+            if not fits:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {bound}")
 
     def count(self, response_mask: Tensor) -> Tensor:
         """This micro-batch's part of the denominator; 0-dim float64, adds up over micro-batches and ranks."""
@@ -86,10 +82,8 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(`LossInputs.weights`, this micro-batch's part of the metrics as token sums).
 
-        kept: bool [B, T], what `entropy_filter` left; None keeps all. What is filtered out or masked by mis weighs 0 but stays
-        in the count: for the one its paper's choice, for the other an importance weight like any. The masses P and N of a loss
-        are those of the weighted tokens, and so are the bounds that BAPO finds: of what is optimised.
-        [B, T], 0 in masked slots, whatever those hold.
+        kept: bool [B, T], the tokens that `entropy_filter` keeps; None keeps all. A token that is filtered out, or masked by
+        mis, weighs 0 but stays in the count. The masses P and N, and so BAPO's bounds, are those of the weighted tokens.
         """
         mask = response_mask
         factor, corrected = mismatch_factor(
@@ -109,14 +103,14 @@ class Objective:
 
 
 def aggregation_count(response_mask: Tensor, aggregation: Aggregation) -> Tensor:
-    """What the weighted sum is divided by: trained tokens, or responses with a trained token; 0-dim float64."""
+    """Denominator of the weighted sum: trained tokens, or responses with a trained token; 0-dim float64."""
     if aggregation == "token_mean":
         return response_mask.sum(dtype=torch.float64)
     return response_mask.any(dim=1).sum(dtype=torch.float64)
 
 
 def aggregation_scale(response_mask: Tensor, aggregation: Aggregation, constant: int | None = None) -> Tensor:
-    """What a token's objective is multiplied by; float32 [B, T], 0 in masked slots.
+    """Weight of a token's objective by the aggregation alone; float32 [B, T], 0 in masked slots.
 
     token_mean: 1. sequence_mean: 1 / trained tokens of its response. sequence_sum: 1 / constant.
     """
@@ -133,7 +127,7 @@ def aggregation_scale(response_mask: Tensor, aggregation: Aggregation, constant:
 def mismatch_factor(
     response_mask: Tensor, behaviour_logprobs: Tensor, sampler_logprobs: Tensor, correction: Correction, cap: float, low: float
 ) -> tuple[Tensor, Tensor]:
-    """(factor, was it truncated or masked) of every token, float and bool [B, T]; 1 and False in masked slots.
+    """(factor, truncated or masked) of every token, float and bool [B, T]; 1 and False in masked slots.
 
     x = exp(behaviour - sampler) of the token, or for sequence_* of the whole response: the exponential of the sum over its
     trained tokens; logs clamped at +-20. tis: min(x, cap). mis: x if low <= x <= cap, else 0. No gradient passes.
@@ -186,5 +180,5 @@ def entropy_filter(entropy: Tensor, response_mask: Tensor, threshold: Tensor) ->
 
 
 def _edges(bins: int, upper: float, device: torch.device) -> Tensor:
-    """Where the second and later bins begin, ascending, float64 [bins - 1]."""
+    """Lower edges of the second and later bins, ascending, float64 [bins - 1]."""
     return torch.arange(1, bins, dtype=torch.float64, device=device) * (upper / bins)

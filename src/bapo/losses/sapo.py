@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapo.losses.surrogate import importance_ratio
+from bapo.losses.surrogate import ratio_and_advantages
 from bapo.losses.token_loss import constant_bounds, token_loss
-from bapo.ops.masked import keep
 from bapo.protocols import Loss
 from bapo.types import ClipBounds, LossInputs, LossOutput
 
@@ -38,20 +37,14 @@ class SapoLoss(Loss):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be > 0 and finite")
 
     def choose(self, tally: Tensor) -> ClipBounds:
-        """The ratios at which the gate is half open, on the tally's device."""
+        """The ratios at which the gate is half open."""
         return constant_bounds(max(0.0, 1 - HALF_OPEN / self.tau_neg), 1 + HALF_OPEN / self.tau_pos, tally.device)
 
     def __call__(self, inputs: LossInputs, bounds: ClipBounds, denominator: Tensor) -> LossOutput:
-        ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
-        advantages = keep(inputs.advantages, inputs.response_mask)
+        ratio, log_ratio, advantages = ratio_and_advantages(inputs)
         tau = torch.full_like(advantages, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         gate = (tau * (ratio - 1)).sigmoid()
         return token_loss(
-            inputs,
-            bounds,
-            denominator,
-            objective=4 / tau * gate * advantages,
-            ratio=ratio,
-            log_ratio=log_ratio,
+            inputs, bounds, denominator, objective=4 / tau * gate * advantages, ratio=ratio, log_ratio=log_ratio,
             gradient=4 * gate * (1 - gate) * ratio * advantages.abs(),
-        )
+        )  # fmt: skip

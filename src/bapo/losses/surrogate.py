@@ -1,4 +1,4 @@
-"""The clipped surrogate: importance ratio, the one rule for what is clipped, objective, loss and metrics.
+"""The clipped surrogate: importance ratio, mass, the one rule for what is clipped, and the objective.
 
 Notation: r importance ratio, A advantage, w a token's weight, c the dual clip, P and N masses of the tokens with A > 0 and with
 A < 0. Tensors are [B, T].
@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bapo.ops.masked import keep, masked_max, masked_sum
-from bapo.types import ClipBounds, LossInputs, LossOutput
+from bapo.ops.masked import keep
+from bapo.types import LossInputs
 
 MAX_LOG_RATIO = 20.0
 """|log r| beyond this is clamped before exp: in float32 exp(88.8) is infinite, and the backward of an unused branch 0 * inf."""
@@ -51,6 +51,12 @@ def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, response_mask
     """
     log_ratio = keep(finite_or_nan(logprobs - behaviour_logprobs), response_mask)
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), log_ratio
+
+
+def ratio_and_advantages(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(r, log r, A) of every token; 1, 0 and 0 in masked slots."""
+    ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
+    return ratio, log_ratio, keep(inputs.advantages, inputs.response_mask)
 
 
 def finite_or_nan(values: Tensor) -> Tensor:
@@ -98,6 +104,14 @@ def check_dual_clip(dual_clip: float | None) -> None:
         raise ValueError(f"dual_clip is {dual_clip}; it must be > 1 and finite, or null for none")
 
 
+def check_fixed_bounds(clip_low: float, clip_high: float, of: str = "the ratio", zero: bool = False) -> None:
+    """ValueError unless 0 < clip_low < 1 < clip_high < infinity; `zero` lets clip_low be 0. of: the bounded quantity."""
+    if not (0 < clip_low < 1 or (zero and clip_low == 0)):
+        raise ValueError(f"clip_low is {clip_low}; it must be in {'[' if zero else '('}0, 1), a bound on {of} itself")
+    if not 1 < clip_high < math.inf:
+        raise ValueError(f"clip_high is {clip_high}; it must be > 1 and finite, a bound on {of} itself")
+
+
 def is_clipped(
     ratio: Tensor, advantages: Tensor, clip_low: Tensor, clip_high: Tensor, dual_clip: float | None = None
 ) -> Tensor:
@@ -118,105 +132,3 @@ def clipped_objective(
         bound = torch.where(is_dual_clipped(ratio, advantages, dual_clip), dual_clip, bound)
     clipped = is_clipped(ratio, advantages, clip_low, clip_high, dual_clip)
     return torch.where(clipped, bound * advantages, ratio * advantages)
-
-
-def weighted_loss(objective: Tensor, inputs: LossInputs, denominator: Tensor) -> Tensor:
-    """-sum_t w_t objective_t / denominator, 0-dim, over the trained tokens of a micro-batch.
-
-    denominator: a count over the whole update, 0-dim; an update without tokens has loss 0 and zero gradients.
-    """
-    objective = keep(objective, inputs.response_mask)
-    if inputs.weights is not None:
-        objective = objective * token_weights(inputs)
-    return -objective.sum() / denominator.clamp(min=1)
-
-
-def clipped_surrogate_loss(
-    inputs: LossInputs,
-    bounds: ClipBounds,
-    denominator: Tensor,
-    mass: MassRule | None = None,
-    dual_clip: float | None = None,
-) -> LossOutput:
-    """-sum_t w_t min(r_t A_t, clip(r_t, clip_low, clip_high) A_t) / denominator, over the trained tokens of one micro-batch.
-
-    denominator: trained tokens of the whole update, 0-dim. dual_clip: c > 1, the floor c A of the objective where A < 0.
-    mass: as in `token_metrics`.
-    """
-    ratio, log_ratio = importance_ratio(inputs.logprobs, inputs.behaviour_logprobs, inputs.response_mask)
-    advantages = keep(inputs.advantages, inputs.response_mask)
-    objective = clipped_objective(ratio, advantages, bounds.clip_low, bounds.clip_high, dual_clip)
-    loss = weighted_loss(objective, inputs, denominator)
-    clipped = is_clipped(ratio, advantages, bounds.clip_low, bounds.clip_high, dual_clip)
-    metrics = token_metrics(inputs, bounds, ratio, log_ratio, objective, mass, dual_clip, clipped)
-    return LossOutput(loss, {"policy/loss": loss.detach().double(), **metrics}, ratio.detach(), clipped)
-
-
-@torch.no_grad()
-def token_metrics(
-    inputs: LossInputs,
-    bounds: ClipBounds,
-    ratio: Tensor,
-    log_ratio: Tensor,
-    objective: Tensor,
-    mass: MassRule | None = None,
-    dual_clip: float | None = None,
-    clipped: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """This micro-batch's part of each metric but `policy/loss`: float64, 0-dim; a token sum if its reduction is `token_mean`.
-
-    objective: without weights; its absolute value is the surrogate mass of a clipped token.
-    mass: what a token weighs in `bounds/{positive,negative}_mass`; None: r|A| unless it is clipped.
-    clipped: bool, for a loss with a rule of its own; None: the rule of `is_clipped`.
-    """
-    mask = inputs.response_mask
-    advantages = keep(inputs.advantages, mask)
-    positive, negative = advantages > 0, advantages < 0
-    dual = is_dual_clipped(ratio, advantages, dual_clip)
-    if clipped is None:
-        clipped = is_clipped(ratio, advantages, bounds.clip_low, bounds.clip_high, dual_clip)
-    masses = _masses(inputs, ratio, objective, clipped, dual, mass or MassRule(dual_clip=dual_clip))
-    clamped_log_ratio = log_ratio.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-    def total(values: Tensor, where: Tensor = mask) -> Tensor:
-        return masked_sum(values, where, torch.float64)
-
-    return {
-        "policy/approx_kl": total(clamped_log_ratio.expm1() - clamped_log_ratio),
-        "policy/ratio_mean": total(ratio),
-        "policy/ratio_max": masked_max(ratio, mask).double(),
-        "policy/clip_frac": total(clipped),
-        "policy/clip_frac_high": total(clipped & positive),
-        "policy/clip_frac_low": total(clipped & negative & ~dual),
-        "policy/clip_frac_dual": total(dual),
-        "policy/weight_mean": total(token_weights(inputs)),
-        "policy/negative_token_frac": total(negative),
-        "policy/log_ratio_clamped_frac": total(log_ratio.abs() > MAX_LOG_RATIO),
-        "bounds/positive_mass": total(masses, positive),
-        "bounds/negative_mass": total(masses, negative),
-        **entropy_clip_metrics(inputs, clipped),
-    }
-
-
-@torch.no_grad()
-def entropy_clip_metrics(inputs: LossInputs, dropped: Tensor) -> dict[str, Tensor]:
-    """Parts of Cov[log pi(y), A X] over trained tokens, X = 0 for `dropped` (bool [B, T]), else 1; float64, token sums.
-
-    The entropy changes by about -lr times it in the update. Source: the Entropy-Clip Rule, arXiv 2510.18927, Eq. 6.
-    """
-    logprobs = keep(inputs.logprobs, inputs.response_mask).double()
-    pushed = keep(inputs.advantages, inputs.response_mask & ~dropped).double()
-    return {
-        "policy/logprob_mean": logprobs.sum(),
-        "policy/unclipped_advantage_mean": pushed.sum(),
-        "policy/entropy_clip_cov": (logprobs * pushed).sum(),
-    }
-
-
-def _masses(inputs: LossInputs, ratio: Tensor, objective: Tensor, clipped: Tensor, dual: Tensor, rule: MassRule) -> Tensor:
-    """What every token weighs in P or N under `rule`, float64 [B, T]."""
-    if rule.dual_clip is None:  # the loss may clip these tokens; the masses take them as they are
-        clipped = clipped & ~dual
-    unclipped = ratio.double() * keep(inputs.advantages, inputs.response_mask).double().abs()
-    masses = torch.where(clipped, objective.double().abs() if rule.mass == "surrogate" else 0.0, unclipped)
-    return rule.weigh(masses, inputs)
