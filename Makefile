@@ -20,7 +20,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train vllm test fast lint format
+.PHONY: help train vllm test unit lint format docs
 
 help: ## Show this list
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -34,8 +34,8 @@ vllm: $(VLLM) ## Install what rollout=vllm needs: on a machine without a GPU vLL
 test: lint $(VLLM) ## Install what is needed, lint, and run all tests: make test ARGS='-k losses'
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
-fast: $(DEV) $(VLLM) ## Run the tests that are not marked slow
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+unit: $(DEV) ## Run the unit tests: a minute, without vLLM
+	$(BIN)/python -m pytest tests/unit --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(DEV) ## Check style, format and types
 	$(BIN)/ruff check .
@@ -45,6 +45,9 @@ lint: $(DEV) ## Check style, format and types
 format: $(DEV) ## Repair style and format where that is possible
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(DEV) ## Write the generated parts of docs/ anew; a commit does it too
+	$(BIN)/python docs/generate.py
 
 $(ENVIRONMENT):
 	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON); install Python 3.11 or newer, or name one: make PYTHON=python3.12 ..." >&2; exit 1; }
