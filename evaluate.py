@@ -5,13 +5,14 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from bapo.evaluation.run import run
 from bapo.evaluation.words import check_words, spelled_out
 from bapo.training.cli import cli
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")
 def main(cfg: DictConfig) -> None:
+    from bapo.evaluation.run import run  # heavy: not for --help or --cfg job
+
     run(cfg)
 
 

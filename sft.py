@@ -3,13 +3,15 @@
 import hydra
 from omegaconf import DictConfig
 
-from bapo.sft.run import run
 from bapo.training.cli import cli
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="sft")
-def main(cfg: DictConfig) -> None:
-    run(cfg)
+def main(cfg: DictConfig) -> float | None:
+    from bapo.sft.run import run  # heavy: not for --help or --cfg job
+    from bapo.training.job import optimized
+
+    return optimized(cfg, run(cfg))
 
 
 if __name__ == "__main__":

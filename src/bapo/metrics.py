@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -174,19 +173,21 @@ COVARIANCES = {"policy/entropy_clip_cov": ("policy/logprob_mean", "policy/unclip
 """Metrics whose parts are sums of products: from their token mean the product of these two means is taken away."""
 
 METRICS: dict[str, Metric] = {name: Metric(name, formula, unit, reduction) for name, formula, unit, reduction in _TABLE}
-WALL_CLOCK_PREFIXES = ("time/", "perf/")
+WALL_CLOCK_PREFIXES = ("time/", "perf/", "DeviceStatsMonitor")
 """Metrics that no seed can repeat."""
 
 
-def lookup(name: str) -> Metric:
-    """The registered metric called `name`. Raises KeyError that names the nearest registered one."""
+def lookup(name: str) -> Metric | None:
+    """The known metric called `name`; None for a name of a user's own, which passes as it is."""
     if name in METRICS:
         return METRICS[name]
-    for pattern, metric in _PATTERNS:
-        if pattern.fullmatch(name):
-            return metric
-    near = difflib.get_close_matches(name, METRICS, n=1)
-    raise KeyError(f"metric {name!r} is not registered in bapo.metrics" + (f"; nearest: {near[0]!r}" if near else ""))
+    return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+def reduction_of(name: str) -> Reduction:
+    """How parts of the metric combine; those of an unknown one are token sums, as a loss gives them."""
+    metric = lookup(name)
+    return "token_mean" if metric is None else metric.reduction
 
 
 class MetricParts:
@@ -203,7 +204,7 @@ class MetricParts:
             part = part.detach().double() * weight
             if name not in self.parts:
                 self.parts[name] = part
-            elif lookup(name).reduction == "max":
+            elif reduction_of(name) == "max":
                 self.parts[name] = torch.maximum(self.parts[name], part)
             else:
                 self.parts[name] = self.parts[name] + part
@@ -215,7 +216,7 @@ class MetricParts:
         sums, largest = gathered.sum(dim=0).tolist(), gathered.amax(dim=0).tolist()
         row = {}
         for name, total, peak in zip(names, sums, largest, strict=True):
-            reduction = lookup(name).reduction
+            reduction = reduction_of(name)
             row[name] = peak if reduction == "max" else total if reduction == "sum" else total / max(1, tokens)
         for name in COVARIANCES.keys() & row.keys():
             one, other = COVARIANCES[name]

@@ -14,11 +14,12 @@ from bapo.losses.plan import plan_update, weigh_update
 from bapo.losses.regularisers import regularised
 from bapo.metrics import MetricParts
 from bapo.ops.microbatch import SeenPart, cut_by_tokens
+from bapo.optimizer import MakeOptimizer
 from bapo.policy.causal_lm import CausalLMPolicy
 from bapo.policy.snapshot import PolicySnapshot
 from bapo.protocols import Loss
 from bapo.types import Adapter, Batch, ClipBounds, MiniBatch, TokenStats
-from bapo.updates import MakeOptimizer, UpdateModule
+from bapo.updates import UpdateModule
 
 
 class BapoModule(UpdateModule):

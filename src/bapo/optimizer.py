@@ -1,57 +1,69 @@
-"""AdamW and its learning-rate schedule, counted in optimizer updates."""
+"""Optimizer and learning-rate schedule: any of torch's, any of transformers', built and checked."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+MakeSchedule = Callable[..., Any]
+"""Called with `optimizer` and, if its signature has it, `num_training_steps`: transformers.get_scheduler, a torch scheduler."""
 
-@dataclass(frozen=True)
-class Optimizer:
-    """AdamW; `warmup_updates` of linear warm-up (update k of them uses k / warmup_updates of `lr`), then `decay` to 0 or none.
 
-    Gradients are clipped to the global 2-norm `max_grad_norm`, once per update.
+def build_schedule(make: MakeSchedule | None, optimizer: torch.optim.Optimizer, total_updates: int) -> Any:
+    """The learning-rate schedule of a run of `total_updates`; None: a constant rate.
+
+    A schedule of transformers counts from 0, where a warm-up's factor is 0; it is moved to 1 before the first update, so that
+    update k of a warm-up over n uses k / n of the rate.
     """
+    if make is None:
+        return LambdaLR(optimizer, lambda step: 1.0)
+    if "num_training_steps" not in inspect.signature(make).parameters:
+        return make(optimizer=optimizer)
+    schedule = make(optimizer=optimizer, num_training_steps=total_updates + 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        schedule.step()
+    return schedule
 
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_updates: int = 0
-    decay: Literal["none", "linear", "cosine"] = "none"
-    max_grad_norm: float = 1.0
 
-    def __post_init__(self) -> None:
-        for name, ok, bound in (
-            ("lr", 0 < self.lr < math.inf, "> 0 and finite"),
-            ("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two numbers in [0, 1)"),
-            ("eps", 0 < self.eps < math.inf, "> 0 and finite"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, ">= 0 and finite"),
-            ("warmup_updates", self.warmup_updates >= 0, ">= 0"),
-            ("decay", self.decay in ("none", "linear", "cosine"), "none, linear or cosine"),
-            ("max_grad_norm", self.max_grad_norm > 0, "> 0"),
-        ):
-            if not ok:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)!r}; it must be {bound}")
+NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum")
 
-    def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        first, second = self.betas
-        return torch.optim.AdamW(parameters, lr=self.lr, betas=(first, second), eps=self.eps, weight_decay=self.weight_decay)
 
-    def schedule(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> LambdaLR:
-        return LambdaLR(optimizer, lambda step: self.lr_factor(step - 1, num_training_steps - 1))
+def check_optimizer(make: Any) -> torch.optim.Optimizer:
+    """The optimizer of one parameter. ValueError for arguments that it refuses."""
+    if not callable(make):
+        raise ValueError("optimizer._partial_ must be true: the parameters come later")
+    lr = getattr(make, "keywords", {}).get("lr", 1.0)
+    if not isinstance(lr, int | float) or isinstance(lr, bool) or not 0 < lr < math.inf:
+        raise ValueError(f"optimizer.lr is {lr!r}; it must be > 0 and finite")
+    given = getattr(make, "keywords", {})
+    for name, value in ((name, given[name]) for name in NUMBERS if name in given):
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, str) or (isinstance(number, float) and not math.isfinite(number)):
+                verb = "holds" if isinstance(value, list | tuple) else "is"
+                raise ValueError(f"optimizer.{name} {verb} {number!r}; it must be a finite number")
+    try:
+        return make([torch.nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer is refused by {_name(make)}: {error}") from error
 
-    def lr_factor(self, done: int, total_updates: int) -> float:
-        """Share of `lr` used by the update that follows `done` completed ones."""
-        if done < self.warmup_updates:
-            return (done + 1) / self.warmup_updates
-        if self.decay == "none":
-            return 1.0
-        progress = min(1.0, (done - self.warmup_updates) / max(1, total_updates - self.warmup_updates))
-        return 1 - progress if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+
+def check_schedule(make: Any, optimizer: torch.optim.Optimizer) -> None:
+    """ValueError for arguments that the schedule refuses."""
+    if not callable(make):
+        raise ValueError("lr_schedule._partial_ must be true: the optimizer comes later")
+    try:
+        build_schedule(make, optimizer, 1)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"lr_schedule is refused by {_name(make)}: {error}") from error
+
+
+def _name(make: Any) -> str:
+    return getattr(getattr(make, "func", make), "__name__", str(make))

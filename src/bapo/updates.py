@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor
 
-from bapo.metrics import lookup
+from bapo.optimizer import MakeOptimizer, MakeSchedule, build_schedule
 from bapo.policy.causal_lm import CausalLMPolicy
 from bapo.policy.checkpoint import with_base, without_base
 
 log = logging.getLogger(__name__)
 
 MAX_SKIPS_IN_A_ROW = 3
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class NotFiniteError(RuntimeError):
@@ -43,7 +39,7 @@ class UpdateModule(L.LightningModule):
         optimizer: MakeOptimizer,
         token_budget: int,
         total_updates: int,
-        lr_schedule: Callable[..., Any] | None = None,
+        lr_schedule: MakeSchedule | None = None,
         max_grad_norm: float = 1.0,
     ):
         super().__init__()
@@ -122,11 +118,10 @@ class UpdateModule(L.LightningModule):
 
         `latest` keeps the last value of every metric. Every rank must give the same row.
         """
-        for name in row:
-            lookup(name)
         row = row | {"trainer/global_step": self.global_step}
         self.latest |= row
-        self.log_dict({name: float(value) for name, value in row.items()}, logger=False)  # for callbacks that watch a metric
+        # For callbacks that monitor a metric. `log_dict` of a whole row would cost a third of a small model's training time.
+        self.trainer.callback_metrics.update({name: torch.tensor(float(value)) for name, value in row.items()})
         for logger in self.loggers:
             logger.log_metrics(row, step=self.global_step)
 
@@ -145,20 +140,3 @@ class UpdateModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         with_base(self, checkpoint)
         self.skipped_updates, self.skips_in_a_row = (checkpoint["bapo"][name] for name in ("skipped_updates", "skips_in_a_row"))
-
-
-def build_schedule(make: Callable[..., Any] | None, optimizer: torch.optim.Optimizer, total_updates: int) -> Any:
-    """The learning-rate schedule that `make(optimizer=...)` returns, at its first update; None: a constant lr.
-
-    One that takes num_training_steps (transformers.get_scheduler) gets total_updates + 1 and is stepped once: update k of w
-    warm-up steps uses k / w of the lr. At its step 0 the first update would move nothing.
-    """
-    if make is None:
-        return LambdaLR(optimizer, lambda step: 1.0)
-    if "num_training_steps" not in inspect.signature(make).parameters:
-        return make(optimizer=optimizer)
-    schedule = make(optimizer=optimizer, num_training_steps=total_updates + 1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of")  # torch expects an update before the first step
-        schedule.step()
-    return schedule

@@ -105,7 +105,7 @@ def test_it_is_made_once(folder: Path, cache: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_round_of_the_experiment_trains_it(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bapo.training.fit.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("bapo.analysis.report.write_report", lambda folder: folder / "report.html")
     metrics = run_experiment(
         tmp_path / "run", "+experiment=bapo_smollm2", f"policy.warm_start.cache_dir={cache}", "trainer.max_rounds=1",
         "rollout.prompts_per_round=6", "rollout.group_size=4", "schedule.epochs_per_round=1", "callbacks.evaluate=null",

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import REPOSITORY
-from test_configs import composed, without_hydra
+from support.configs import composed, without_hydra
 
 from bapo.engines import weight_files
 from bapo.engines.options import VLLMOptions, eos_ids
@@ -28,7 +28,7 @@ from bapo.engines.vllm import VLLMEngine, VLLMRollouts
 from bapo.engines.weight_files import open_sync_folder, read_header, read_weights, write_adapter, write_weights
 from bapo.engines.weight_transfer import SyncClient, WeightTransfer
 from bapo.protocols import EngineError
-from bapo.training.fit import build_parts
+from bapo.training.train import build_parts
 from bapo.types import Adapter, Request, SamplingParams
 
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec")
@@ -280,8 +280,8 @@ def test_a_run_without_vllm_is_refused_before_a_model_is_loaded_and_explained_al
 
 def test_nothing_but_the_engine_imports_vllm():
     code = (
-        "import sys; sys.modules['vllm'] = None; import bapo.training.fit, bapo.export, bapo.training.explain, bapo.engines.vllm, "
-        "bapo.engines.vllm_server, bapo.engines.worker, bapo.engines.auth; print('fine')"
+        "import sys; sys.modules['vllm'] = None; import bapo.training.fit, bapo.export, bapo.training.explain, "
+        "bapo.engines.vllm, bapo.engines.vllm_server, bapo.engines.worker, bapo.engines.auth; print('fine')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "fine", done.stderr

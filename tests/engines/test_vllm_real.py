@@ -210,7 +210,7 @@ def test_a_run_whose_head_goes_stale_stops_in_the_same_round(tied, tokenizer, tm
         f"policy.path={folder}",
         "rollout.sampling.max_tokens=10",
     ]
-    overrides += ["optimizer.lr=0.05", "optimizer.warmup_updates=0", "callbacks.evaluate=null"]
+    overrides += ["optimizer.lr=0.05", "lr_schedule.num_warmup_steps=0", "callbacks.evaluate=null"]
     overrides += ["rollout.max_attempts=20", "callbacks.checkpoint.every_n_updates=1000"]
     monkeypatch.setattr(VLLMRollouts, "__call__", lambda self, **load: engine)
     monkeypatch.setattr(engine, "close", lambda: None)

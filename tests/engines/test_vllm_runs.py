@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from support import REPOSITORY, run_experiment
-from test_configs import byte_model  # noqa: F401 - a fixture
 
 from bapo.records.files import load_update
 from bapo.rollouts.pool import load_pool
@@ -141,7 +140,12 @@ def test_a_run_that_draws_beside_its_training_has_the_data_of_one_that_does_not(
         "optimizer.lr=0.003",
         "schedule.lag=1",
     )
-    common += ("trainer.max_rounds=5", "+partial=default", "rollout.partial.tokens_per_round=3", "rollout.max_attempts=6")
+    common += (
+        "trainer.max_rounds=5",
+        "+rollout/partial=default",
+        "rollout.partial.tokens_per_round=3",
+        "rollout.max_attempts=6",
+    )
     run_experiment(tmp_path / "after", *common)
     run_experiment(tmp_path / "beside", *common, "schedule.overlap=true")
     assert "time/wait" in (tmp_path / "beside" / "timing.csv").read_text()

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,100 +20,30 @@ import torch
 import transformers
 from hydra import compose, initialize_config_dir
 from lightning import Callback
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
-from support import REPOSITORY, run_experiment
-from support.task_files import local_data
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from support import run_experiment
+from support.configs import CONF, composed, leaves, parts_of, plain, shrunk, warm_model, without_hydra
 
-from bapo.engines.hf import HFEngine
-from bapo.engines.vllm import VLLMRollouts
-from bapo.engines.vllm_server import VLLMServerRollouts
 from bapo.losses import BapoLoss, BoundRange, FixedClipLoss
-from bapo.policy.smollm2 import SmolLM2
-from bapo.policy.tiny_qwen3 import tiny_qwen3
 from bapo.sft.warm_start import WarmStart
-from bapo.tasks.arithmetic import Arithmetic
 from bapo.tasks.digit_ops import DigitOps
-from bapo.tasks.problems import Problems
-from bapo.tasks.reasoning_gym import ReasoningGym
 from bapo.training import run_folder
 from bapo.training.cli import explain
-from bapo.training.config_check import all_keys, check_hydra_keys
-from bapo.training.fit import build_parts
-from bapo.training.run_folder import register_resolvers
+from bapo.training.config_check import check_hydra_keys
+from bapo.training.train import build_parts
 
-CONF = REPOSITORY / "conf"
-OVERLAYS = ("experiment", "sweep")
-ADDED = (*OVERLAYS, "lora", "partial", "replay")  # groups that no default list chooses from
-
-
-def composed(*overrides: str) -> DictConfig:
-    """The config of a command line, Hydra's own part included."""
-    register_resolvers()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=list(overrides), return_hydra_config=True)
-
-
-def without_hydra(cfg: DictConfig) -> DictConfig:
-    with open_dict(cfg):
-        del cfg["hydra"]
-    return cfg
-
-
-def parts_of(*overrides: str) -> dict[str, Any]:
-    return build_parts(without_hydra(composed(*overrides)))
-
-
-def leaves(node: Any, path: str = "") -> dict[str, Any]:
-    """Dotted key -> value of everything in a config that is not a section."""
-    if not isinstance(node, dict):
-        return {path: node}
-    return {k: v for key, value in node.items() for k, v in leaves(value, f"{path}.{key}" if path else key).items()}
-
-
-def plain(path: Path) -> dict[str, Any]:
-    """A file of conf as it stands, without its defaults list."""
-    content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    assert isinstance(content, dict)
-    return {str(key): value for key, value in content.items() if key not in ("defaults", "hydra", "name")}
-
-
-def shrunk(*overrides: str, keep: Sequence[str] = (), cache_dir: Path | None = None) -> list[str]:
-    """`overrides` with the sizes of conf/experiment/smoke.yaml, where the config has such a key, in one round of two updates.
-
-    keep: groups whose sizes stay as they are. cache_dir: where the warm start is kept.
-    """
-    sizes = leaves(plain(CONF / "experiment" / "smoke.yaml"))
-    sizes |= {"schedule.epochs_per_round": 1, "schedule.minibatches_per_epoch": 2, "trainer.max_rounds": 1}
-    sizes |= {"callbacks.evaluate.max_prompts": 8} | ({"policy.warm_start.cache_dir": cache_dir} if cache_dir else {})
-    known = all_keys(OmegaConf.to_container(without_hydra(composed(*overrides))))
-    chosen = {key: value for key, value in sizes.items() if key in known and key.split(".")[0] not in keep}
-    return [*overrides, *(f"{key}={value}" for key, value in chosen.items())]
-
-
-def warm_model(cache_dir: Path) -> Path:
-    """A small model that has seen its task, as a folder; made once."""
-    parts = parts_of(*shrunk(cache_dir=cache_dir))
-    return parts["policy"].warm_start(parts["task"])
-
-
-@pytest.fixture
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pictures are two thirds of the time of so short a run."""
-    monkeypatch.setattr("bapo.training.fit.write_report", lambda folder: folder / "report.html")
+OVERLAYS = ("experiment", "sweep", "debug")
+ADDED = ("policy/lora", "rollout/partial", "schedule/replay")  # groups that no default list has
 
 
 # Every file.
 
 OF_EVALUATE = {"benchmark", "protocol"}  # of evaluate.py alone: tests/test_evaluate_entry.py builds them
-OF_SFT = {"data", "sft_optimizer", "callbacks/sft"}  # of sft.py alone: tests/test_sft.py trains with them
+OF_SFT = {"data", "callbacks/sft"}  # of sft.py alone: tests/test_sft.py trains with them
 FILES = sorted(
     file
-    for file in (path.relative_to(CONF).with_suffix("") for path in CONF.glob("*/*.yaml"))
-    if file.stem[0] != "_" and not {file.parts[0], str(file)} & (OF_SFT | OF_EVALUATE)
+    for file in (path.relative_to(CONF).with_suffix("") for path in CONF.glob("*/**/*.yaml"))
+    if file.parts[0] != "hydra" and file.stem[0] != "_" and not {file.parts[0], str(file)} & (OF_SFT | OF_EVALUATE)
 )
 
 
@@ -121,58 +51,10 @@ TEST_ONLY = {"math500", "aime24", "aime25"}  # tasks that can be evaluated, but 
 OF_A_HUB_MODEL = {"gsm8k", "skywork", "files", "verl_format", "reasoning_gym", *TEST_ONLY}
 
 
-@pytest.fixture(scope="session")
-def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model that reads any text, a token per byte, with a chat template that can think."""
-    backend = Tokenizer(BPE({symbol: index for index, symbol in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{{ '' if enable_thinking else '<>' }}"
-    )
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 10_240}
-    folder = tmp_path_factory.mktemp("byte_model")
-    tiny_qwen3(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, **sizes).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def stand_ins(byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Called with a command line: what it trains with here, whatever model, data, engine or device it asks for."""
-
-    def engine(self: Any, model_path: Path, **load: Any) -> HFEngine:
-        return HFEngine(model_path, 64, "cpu", **load)
-
-    def replaced(*overrides: str) -> list[str]:
-        for rollouts in (VLLMRollouts, VLLMServerRollouts):
-            monkeypatch.setattr(rollouts, "__call__", engine)
-            monkeypatch.setattr(rollouts, "require_vllm", lambda self: None)
-        monkeypatch.setattr(SmolLM2, "__call__", lambda self, task: byte_model)
-        cfg, more = composed(*overrides), []
-        if cfg.trainer.accelerator == "gpu":
-            more += ["trainer.accelerator=cpu", "trainer.devices=1", "trainer.strategy=auto"]
-        if cfg.policy.warm_start is None:
-            more += [f"policy.path={byte_model}"]
-        more += local_data(cfg.task._target_.rpartition(".")[2], tmp_path)
-        if cfg.policy.warm_start is None or cfg.policy.warm_start._target_.endswith("SmolLM2"):  # the model knows nothing
-            for task in (Problems, Arithmetic, ReasoningGym):
-                monkeypatch.setattr(task, "verify", lambda self, prompts, responses: [len(said) % 2 for said in responses])
-            more += ["rollout.max_prompt_tokens=512"]  # a token per byte
-        return more
-
-    return replaced
-
-
 def choice(file: Path) -> list[str]:
     """The overrides that bring a file of conf in."""
-    group, name = file.parts
-    if group == "task_loss":  # taken by itself, for the pair of task and loss that its name says
-        pairs = itertools.product((CONF / "task").glob("*.yaml"), (CONF / "loss").glob("*.yaml"))
-        ((task, loss),) = [(t.stem, c.stem) for t, c in pairs if f"{t.stem}_{c.stem}" == name]
-        return [f"task={task}", f"loss={loss}"]
-    if group == "loss_objective":  # taken by itself, with the loss it is named after
-        return [f"loss={name}"]
+    *groups, name = file.parts
+    group = "/".join(groups)
     return [f"{'+' if group in ADDED else ''}{group}={name}"]
 
 
@@ -247,7 +129,7 @@ def test_an_overlay_has_the_last_word_and_says_its_command(file: Path) -> None:
     assert {key: OmegaConf.select(cfg, key) for key in leaves(plain(source))} == leaves(plain(source))
     assert cfg.name == file.name
     header = itertools.takewhile(lambda line: line.startswith("#"), source.read_text().splitlines())
-    command = "-m +sweep" if file.parts[0] == "sweep" else "+experiment"
+    command = {"sweep": "-m +sweep", "debug": "debug"}.get(file.parts[0], "+experiment")
     assert f"#   python train.py {command}={file.name}" in header
 
 
@@ -326,12 +208,11 @@ REFUSED = {
     "+loss.target_positive_ratoi=.3": f"'loss.target_positive_ratoi'; nearest: 'loss.target_positive_ratio'; {HERE_ARE}",
     "modle.lr=1": "unknown key 'modle.lr'; nearest: 'optimizer.lr'",
     "+modle.lr=1": "unknown key 'modle'; nearest: 'policy.warm_start.model'; known here: advantage, callbacks",
-    "+lerning_rate=1": "unknown key 'lerning_rate'; known here: advantage, callbacks, explain, logger, loss, name",
+    "+lerning_rate=1": "unknown key 'lerning_rate'; known here: advantage, callbacks, explain, logger, loss, lr_schedule",
     "+callbacks.checkpoint.every_n_update=3": "unknown key 'callbacks.checkpoint.every_n_update'; nearest: "
     "'callbacks.checkpoint.every_n_updates'",
     "+policy.warm_start.model.hiden_size=8": "policy.warm_start.model has hiden_size; it takes hidden_size, intermediate_size",
     "logger=wandb logger.wandb.projct=x": "unknown key 'logger.wandb.projct'; nearest: 'logger.wandb.project'",
-    "experiment=smoke": "unknown key 'experiment'; nearest: '+experiment=smoke'",
     "hydra.run.dri=x": "unknown key 'hydra.run.dri'",
     # files that are not there
     "loss=no_such_loss": "Could not find 'loss/no_such_loss' Available options in 'loss': adaptive_ratio asymmetric_high",
@@ -341,23 +222,23 @@ REFUSED = {
     "+callbacks.foo=3": "callbacks.foo is 3; it must be a section with a _target_, or null, which leaves it out",
     "+callbacks.foo.samples=3": "callbacks.foo is {'samples': 3}; it must be a section with a _target_, or null",
     "+logger.x=3": "logger.x is 3; it must be a section with a _target_, or null, which leaves it out",
-    "+loss._partial_=true": "loss._partial_ is True; of Hydra's own keys, only _target_ fit here",
+    "+loss._partial_=true": "loss._partial_ is True; bapo.losses.BapoLoss is built whole",
     "+rollout.sampling._partial_=true": "rollout.sampling._partial_ is True",
-    "+callbacks.evaluate._args_=[1]": "callbacks.evaluate._args_ is [1]",
-    "logger=wandb +logger.wandb._recursive_=false": "logger.wandb._recursive_ is False; of Hydra's own keys, only _partial_ "
-    "and _target_ fit here",
     # wrong types
     "loss.target_positive_ratio=forty": "loss.target_positive_ratio is 'forty'; it must be a number",
     """optimizer.lr="'1e-6'" """: "optimizer.lr is '1e-6'; it must be a number",
     "optimizer.lr=true": "optimizer.lr is True; it must be a number",
-    "optimizer.betas=0.9": "optimizer.betas is 0.9; it must be [a number, a number]",
-    "optimizer.betas=[a,b]": "optimizer.betas is ['a', 'b']; it must be [a number, a number]",
-    "optimizer.betas=[0.9]": "optimizer.betas is [0.9]; it must be [a number, a number]",
-    "optimizer.decay=cosin": "optimizer.decay is 'cosin'; it must be one of none, linear, cosine",
+    "optimizer.betas=0.9": "optimizer.betas is 0.9; it must be [",
+    "optimizer.betas=[a,b]": "optimizer.betas holds 'a'; it must be a finite number",
+    "optimizer.betas=[0.9]": "optimizer.betas is [0.9]; it must be [",
+    "lr_schedule.name=cosin": "lr_schedule is refused by get_scheduler: 'cosin' is not a valid SchedulerType",
+    "lr_schedule.num_warmup_step=3": "unknown key 'lr_schedule.num_warmup_step'; nearest: 'lr_schedule.num_warmup_steps'",
+    "~optimizer._partial_": "optimizer.params is missing",
+    "optimizer._target_=torch.optim.SGD": "unknown key 'optimizer.betas'",
     "seed=x": "seed is 'x'; it must be an integer",
     "threads=yes": "threads is 'yes'; it must be an integer or null",
     "name=null": "name is None; it must be a text",
-    "trainer.devices=1.5": "trainer.devices is 1.5; it must be an integer",
+    "trainer.devices=1.5": "trainer.devices is 1.5; it must be a number of devices, a list of them, or auto",
     "advantage.normalize_std=1": "advantage.normalize_std is 1; it must be true or false",
     "policy.revision=3": "policy.revision is 3; it must be a text or null",
     "rollout.engine=null": "rollout.engine is None; it must be a section with a _target_",
@@ -368,8 +249,7 @@ REFUSED = {
     # missing
     "policy=hub": "policy.path is missing",
     "~seed": "seed is missing",
-    "~optimizer.lr": "optimizer.lr is missing",
-    "~optimizer._target_": "optimizer is {'lr': 0.0003, 'betas'",
+    "~optimizer._target_": "optimizer is {'_partial_': True, 'lr': 0.0003",
     "~schedule": "schedule is missing",
     # bounds
     "seed=-1": "seed is -1; it must be in [0, 4294967295]",
@@ -406,31 +286,36 @@ REFUSED = {
     "schedule.minibatches_per_epoch=50 rollout.prompts_per_round=60": "= 60 * 8 = 480 responses; 32, 40, 48, 60 would",
     "schedule.minibatches_per_epoch=1024": "schedule.minibatches_per_epoch is 1024, which does not divide",
     "optimizer.lr=0": "optimizer.lr is 0; it must be > 0",
-    "optimizer.betas=[0.9,2]": "optimizer.betas is [0.9, 2]; it must be two numbers in [0, 1)",
-    "optimizer.betas=[nan,0.9]": "optimizer.betas is [nan, 0.9]; it must be two numbers in [0, 1)",
-    "optimizer.eps=inf": "optimizer.eps is inf; it must be > 0 and finite",
-    "optimizer.eps=nan": "optimizer.eps is nan; it must be > 0 and finite",
-    "optimizer.weight_decay=inf": "optimizer.weight_decay is inf; it must be >= 0 and finite",
-    "optimizer.weight_decay=nan": "optimizer.weight_decay is nan; it must be >= 0 and finite",
-    "optimizer.max_grad_norm=0": "optimizer.max_grad_norm is 0; it must be > 0",
-    "trainer.max_rounds=0": "trainer.max_rounds is 0; it must be >= 1",
-    "trainer.micro_batch_tokens=0": "trainer.micro_batch_tokens is 0; it must be >= 1",
-    "trainer.strategy=fsdp": "trainer.strategy is 'fsdp'; it must be one of auto, ddp",
-    "trainer.precision=16-mixed": "trainer.precision is '16-mixed'; it must be one of 32-true, bf16-mixed",
-    "trainer.precision=bf16-true": "trainer.precision is 'bf16-true'; it must be one of 32-true, bf16-mixed (for weights in "
-    "bfloat16: policy.dtype=bfloat16)",
-    "trainer.accelerator=tpu": "trainer.accelerator is 'tpu'; it must be one of auto, cpu, gpu",
+    "optimizer.betas=[0.9,2]": "optimizer is refused by AdamW: Invalid beta parameter at index 1: 2",
+    "optimizer.betas=[nan,0.9]": "optimizer.betas holds nan; it must be a finite number",
+    "optimizer.eps=inf": "optimizer.eps is inf; it must be a finite number",
+    "optimizer.eps=nan": "optimizer.eps is nan; it must be a finite number",
+    "optimizer.weight_decay=inf": "optimizer.weight_decay is inf; it must be a finite number",
+    "optimizer.weight_decay=nan": "optimizer.weight_decay is nan; it must be a finite number",
+    "trainer.max_grad_norm=0": "trainer.max_grad_norm is 0; it must be a number > 0",
+    "trainer.max_rounds=0": "trainer.max_rounds is 0; it must be an integer >= 1",
+    "trainer.micro_batch_tokens=0": "trainer.micro_batch_tokens is 0; it must be an integer >= 1",
+    "trainer.strategy=fsdp": "trainer.strategy is 'fsdp'; it must keep whole weights on every rank, such as auto or ddp",
+    "trainer.precision=16-mixed": "trainer.precision is '16-mixed'; it must be 32-true or bf16-mixed: fp16 needs a gradient scaler",
+    "trainer.precision=bf16-true": "trainer.precision is 'bf16-true'; it must be 32-true or bf16-mixed: weights in bfloat16: "
+    "policy.dtype=bfloat16",
+    "trainer.accelerator=tpu": "trainer: Lightning refuses its flags",
+    "+trainer.max_epochs=3": "trainer.max_epochs is 3; the loop sets it: rounds are counted: trainer.max_rounds",
+    "+trainer.gradient_clip_val=1": "trainer.gradient_clip_val is 1; the loop sets it: the gradient of an update is clipped once, "
+    "by trainer.max_grad_norm",
+    "+trainer.accumulate_grad_batches=2": "trainer.accumulate_grad_batches is 2; the loop sets it: a mini-batch is one update",
+    "+trainer.limit_train_batchs=2": "unknown key 'trainer.limit_train_batchs'; nearest: 'trainer.limit_train_batches'",
     "trainer=gpu trainer.devices=999": "trainer.devices is 999 with trainer.accelerator gpu; this machine has",
     "policy.dtype=float17": "policy.dtype is 'float17'; it must be one of float32, bfloat16",
-    "policy.lora.r=8": "unknown key 'policy.lora.r'; nearest: '+lora=default'",
-    "+policy.lora.r=8": "policy.lora is {'r': 8}; it must be a section with a _target_ or null: +lora=default makes one",
-    "+lora=default policy.lora.rank=8": "unknown key 'policy.lora.rank'; nearest: 'policy.lora.r'",
-    "+lora=default policy.lora.r=0": "policy.lora.r is 0; it must be >= 1",
-    "+lora=default policy.lora.alpha=big": "policy.lora.alpha is 'big'; it must be a number",
-    "+lora=default policy.lora.dropout=1": "policy.lora.dropout is 1; it must be in [0, 1)",
-    "+lora=default policy.lora.target_modules=[]": "policy.lora.target_modules is []; it must be a list of module names",
-    "+lora=default policy.lora.target_modules=q_proj": "policy.lora.target_modules is 'q_proj'; it must be a list whose every "
-    "item is a text or one of all-linear",
+    "policy.lora.r=8": "unknown key 'policy.lora.r'; nearest: '+policy/lora=default'",
+    "+policy.lora.r=8": "policy.lora is {'r': 8}, without a _target_; +policy/lora=default makes it",
+    "+policy/lora=default policy.lora.rank=8": "unknown key 'policy.lora.rank'; nearest: 'policy.lora",
+    "+policy/lora=default policy.lora.r=0": "policy.lora.r is 0; it must be >= 1",
+    "+policy/lora=default policy.lora.alpha=big": "policy.lora.alpha is 'big'; it must be a number",
+    "+policy/lora=default policy.lora.dropout=1": "policy.lora.dropout is 1; it must be in [0, 1)",
+    "+policy/lora=default policy.lora.target_modules=[]": "policy.lora.target_modules is []; it must be a list of module names",
+    "+policy/lora=default policy.lora.target_modules=q_proj": "policy.lora.target_modules is 'q_proj'; it must be a list whose "
+    "every item is a text or one of all-linear",
     "policy.gradient_checkpointing=1": "policy.gradient_checkpointing is 1; it must be true or false",
     "policy.warm_start=null": "policy.path is None and policy.warm_start is null; exactly one must be given",
     "policy.path=./nothing": "policy.path is './nothing' and policy.warm_start is given; exactly one must be given",
@@ -456,9 +341,9 @@ REFUSED = {
     "task=arithmetic task.operations=[plus]": "task.operations is ['plus']; it must be some of +, -, *, each once",
     "schedule.replay={}": "schedule.replay is {}; it must be a section with a _target_ or null",
     "+rollout.partial.tokens_per_round=4": "rollout.partial is {'tokens_per_round': 4}; it must be a section with a _target_",
-    "rollout.partial.tokens_per_round=4": "unknown key 'rollout.partial.tokens_per_round'; nearest: '+partial=default'",
-    "+replay=uniform": "Could not find 'replay/uniform' Available options in 'replay': default",
-    "+replay=default schedule.max_staleness=15": "schedule.max_staleness is 15; with schedule.replay it must be >= 31",
+    "rollout.partial.tokens_per_round=4": "unknown key 'rollout.partial.tokens_per_round'; nearest: '+rollout/partial=default'",
+    "+schedule/replay=uniform": "Could not find 'schedule/replay/uniform' Available options in 'schedule/replay': default",
+    "+schedule/replay=default schedule.max_staleness=15": "schedule.max_staleness is 15; with schedule.replay it must be >= 31",
     "explain=1": "explain is 1; it must be true or false",
     "task.digits=0": "task.digits is 0; it must be in [2, 16]",
     "callbacks.evaluate.samples=4": "callbacks.evaluate.samples is 4 at temperature 0",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from support import REPOSITORY
-from test_configs import composed, parts_of, without_hydra
+from support.configs import composed, parts_of, without_hydra
 from test_readme import commands, two_jobs
 
 from bapo.advantages import group_advantages
@@ -188,7 +188,7 @@ def test_every_file_of_a_loss_is_on_the_page() -> None:
 
 def test_every_option_exists() -> None:
     known = all_keys(OmegaConf.to_container(without_hydra(composed())))
-    known |= all_keys(OmegaConf.to_container(without_hydra(composed("+partial=default", "+replay=default"))))
+    known |= all_keys(OmegaConf.to_container(without_hydra(composed("+rollout/partial=default", "+schedule/replay=default"))))
     keys = [span.split("=")[0] for span in SPANS if re.match(r"(loss|objective|schedule|rollout|callbacks)\.\w", span)]
     assert len(keys) > 30
     assert set(keys) - known == set()

@@ -20,7 +20,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 from support import REPOSITORY, SMALL, run_experiment
 from support.task_files import MATH500
-from test_configs import byte_model  # noqa: F401 - a fixture
 from tokenizers.processors import TemplateProcessing
 
 from bapo.engines.hf import HFEngine

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from support import REPOSITORY
-from test_configs import CONF, parts_of
+from support.configs import CONF, parts_of
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from bapo.engines.options import VLLMOptions
@@ -114,8 +114,8 @@ def test_data_and_updates_of_a_tiny_run_by_hand() -> None:
 
 @pytest.mark.usefixtures("no_model")
 def test_ages_with_every_dial_turned() -> None:
-    stale = ("schedule.lag=2", "+replay=default", "schedule.replay.groups=3", "schedule.replay.rounds=2")
-    stale += ("+partial=default", "rollout.partial.tokens_per_round=4", "rollout.partial.max_spans=3")
+    stale = ("schedule.lag=2", "+schedule/replay=default", "schedule.replay.groups=3", "schedule.replay.rounds=2")
+    stale += ("+rollout/partial=default", "rollout.partial.tokens_per_round=4", "rollout.partial.max_spans=3")
     found = values(data_lines(explained(*TINY, *stale, "schedule.max_staleness=50")))
     assert found["responses per update"] == (6 + 3) * 4 // 4
     assert [found[name] for name in found if name.startswith(("staleness", "  "))] == [

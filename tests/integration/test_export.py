@@ -30,7 +30,7 @@ from bapo.training.cli import cli
 from bapo.training.run_folder import newest_checkpoint
 
 LORA = (
-    "+lora=default",
+    "+policy/lora=default",
     "policy.lora.r=4",
     "policy.lora.modules_to_save=[lm_head]",
     "optimizer.lr=0.01",
@@ -55,7 +55,7 @@ def run_of(cache_dir, tmp_path_factory):
         if name not in made:
             folder = tmp_path_factory.mktemp("run")
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("bapo.training.fit.write_report", lambda folder: folder / "report.html")
+                patch.setattr("bapo.analysis.report.write_report", lambda folder: folder / "report.html")
                 run_experiment(folder, *SMALL, f"policy.warm_start.cache_dir={cache_dir}", *RUNS[name])
             made[name] = folder
         return made[name]

@@ -522,7 +522,7 @@ def test_the_fingerprint_of_a_model_knows_a_single_bit_and_every_dtype():
 # Whole runs.
 
 
-LORA = ("+lora=default", "policy.lora.r=4", "optimizer.lr=0.01")
+LORA = ("+policy/lora=default", "policy.lora.r=4", "optimizer.lr=0.01")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -610,5 +610,5 @@ def test_a_run_over_bfloat16_with_checkpointing_and_a_reference(small, tmp_path,
 
 
 def test_a_section_without_its_target_is_refused():
-    with pytest.raises(ValueError, match=r"policy.lora is {'r': 8}, without a _target_; \+lora=default makes the section"):
+    with pytest.raises(ValueError, match=r"policy.lora is {'r': 8}, without a _target_; \+policy/lora=default makes it"):
         PolicyOptions(path="hub/model", lora={"r": 8})

@@ -362,8 +362,8 @@ def test_a_pool_is_filled_with_groups_that_teach(tokenizer):
 
 @pytest.fixture
 def small(cache_dir, monkeypatch) -> tuple[str, ...]:
-    monkeypatch.setattr("bapo.training.fit.write_report", lambda folder: folder / "report.html")  # its pictures take longest
-    partial = ("+partial=default", "rollout.partial.tokens_per_round=3", "rollout.max_attempts=6")
+    monkeypatch.setattr("bapo.analysis.report.write_report", lambda folder: folder / "report.html")  # its pictures take longest
+    partial = ("+rollout/partial=default", "rollout.partial.tokens_per_round=3", "rollout.max_attempts=6")
     return (*SMALL, *partial, f"policy.warm_start.cache_dir={cache_dir}", "callbacks.evaluate=null", "trainer.max_rounds=4")
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from support import REPOSITORY, run_experiment
+from support.configs import composed, shrunk, warm_model, without_hydra
 from support.task_files import local_data
-from test_configs import byte_model, composed, shrunk, stand_ins, warm_model, without_hydra  # noqa: F401 - fixtures
 from test_evaluate_entry import TASK, WARM
 from test_evaluate_entry import composed as evaluation
 

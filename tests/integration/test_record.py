@@ -127,7 +127,7 @@ def test_what_is_counted_agrees_with_what_is_logged_and_with_the_tokens(uninterr
 
 
 def test_rows_of_earlier_rounds_say_from_where_they_are(small, tmp_path):
-    run_experiment(tmp_path, *small, "+replay=default", "schedule.replay.groups=4", "trainer.max_rounds=2")
+    run_experiment(tmp_path, *small, "+schedule/replay=default", "schedule.replay.groups=4", "trainer.max_rounds=2")
     older = 0
     for record in records(tmp_path):
         for (number, row), length in zip(record.rows.tolist(), record.lengths.tolist(), strict=True):
@@ -166,7 +166,7 @@ def test_a_stopped_and_resumed_run_has_every_update_once(uninterrupted, small, t
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(
-        "bapo.training.fit.write_report", lambda folder: folder / "report.html"
+        "bapo.analysis.report.write_report", lambda folder: folder / "report.html"
     )  # most of the time of so short a run
     with monkeypatch.context() as patch:
         patch.setattr(BapoModule, "log_row", log_row)

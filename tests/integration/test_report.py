@@ -20,7 +20,7 @@ loss:
   clip_low: {_target_: bapo.losses.clip_bounds.BoundRange, start: 0.6, stop: 0.9, step: 0.02}
   clip_high: {_target_: bapo.losses.clip_bounds.BoundRange, start: 1.2, stop: 3.0, step: 0.05}
 policy:
-  _target_: bapo.training.fit.PolicyOptions
+  _target_: bapo.policy.options.PolicyOptions
   path: org/model-0.6B
 """
 

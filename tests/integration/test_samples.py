@@ -103,7 +103,7 @@ def test_other_ranks_and_pools_without_samples_write_nothing(tmp_path: Path) -> 
 
 @pytest.fixture
 def small(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    monkeypatch.setattr("bapo.training.fit.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("bapo.analysis.report.write_report", lambda folder: folder / "report.html")
     return (*SMALL, f"policy.warm_start.cache_dir={cache_dir}")
 
 

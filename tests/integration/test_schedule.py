@@ -15,7 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from support import REPOSITORY, SMALL, random_batch, run_experiment
-from test_configs import parts_of
+from support.configs import parts_of
 
 from bapo.engines.hf import HFEngine
 from bapo.module import BapoModule
@@ -31,7 +31,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 @pytest.fixture
 def small(cache_dir, monkeypatch) -> tuple[str, ...]:
-    monkeypatch.setattr("bapo.training.fit.write_report", lambda folder: folder / "report.html")  # its pictures take longest
+    monkeypatch.setattr("bapo.analysis.report.write_report", lambda folder: folder / "report.html")  # its pictures take longest
     return (*SMALL, f"policy.warm_start.cache_dir={cache_dir}", "callbacks.evaluate=null", "schedule.minibatches_per_epoch=2")
 
 
@@ -96,7 +96,9 @@ def test_a_negative_lag_is_refused():
 
 
 @pytest.mark.parametrize("lag", [1, 2])
-@pytest.mark.parametrize("extra", [(), ("+partial=default", "rollout.partial.tokens_per_round=3", "rollout.max_attempts=6")])
+@pytest.mark.parametrize(
+    "extra", [(), ("+rollout/partial=default", "rollout.partial.tokens_per_round=3", "rollout.max_attempts=6")]
+)
 def test_drawing_beside_the_training_changes_nothing_but_the_time(lag, extra, small, tmp_path):
     """Evaluations and checkpoints come in between, where the engine has to be waited for."""
     common = [value for value in small if value != "callbacks.evaluate=null"]
@@ -110,7 +112,7 @@ def test_drawing_beside_the_training_changes_nothing_but_the_time(lag, extra, sm
 
 @pytest.mark.slow
 def test_two_ranks_draw_beside_their_training_and_change_nothing_but_the_time(small, tmp_path):
-    partial = ("+partial=default", "rollout.partial.tokens_per_round=3", "rollout.max_attempts=6")
+    partial = ("+rollout/partial=default", "rollout.partial.tokens_per_round=3", "rollout.max_attempts=6")
     two = (*small, *partial, "trainer.devices=2", "trainer.strategy=ddp", "schedule.lag=1", "trainer.max_rounds=4")
     for folder, overlap in (("after", "false"), ("beside", "true")):
         command = [sys.executable, str(REPOSITORY / "train.py"), *two, f"schedule.overlap={overlap}"]
@@ -233,7 +235,9 @@ def test_a_bound_that_the_schedule_itself_breaks_is_refused(lag, bound, least):
     assert Schedule(2, 2, lag).max_age is None
 
 
-@pytest.mark.parametrize("extra", [("+replay=default",), ("+partial=default", "rollout.partial.tokens_per_round=3")])
+@pytest.mark.parametrize(
+    "extra", [("+schedule/replay=default",), ("+rollout/partial=default", "rollout.partial.tokens_per_round=3")]
+)
 @pytest.mark.parametrize(("lag", "least"), [(0, 7), (2, 15)])
 def test_a_bound_that_keeps_every_older_group_out_is_refused(extra, lag, least, small):
     with pytest.raises(ValueError, match=rf"schedule.max_staleness is {least - 1}; with .* it must be >= {least}"):

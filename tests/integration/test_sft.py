@@ -21,8 +21,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from support import REPOSITORY, ScriptedEngine, run_experiment
+from support.configs import shrunk
 from support.updates import adamw
-from test_configs import byte_model, shrunk  # noqa: F401 - a fixture
 from test_readme import commands
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -44,7 +44,7 @@ CONF = REPOSITORY / "conf"
 SIZES = ("hidden_size=16", "intermediate_size=16", "num_hidden_layers=1", "head_dim=4")
 TINY = (
     "task.digits=2", "task.train_size=50", "task.test_size=10", "data.n=80", "sft.batch_size=8", "sft.test_share=0.1",
-    "sft.test_every_n_updates=4", "callbacks.checkpoint.every_n_updates=4", "optimizer.warmup_updates=2", "sft.epochs=2",
+    "sft.test_every_n_updates=4", "callbacks.checkpoint.every_n_updates=4", "lr_schedule.num_warmup_steps=2", "sft.epochs=2",
 )  # fmt: skip
 """18 updates, 9 of each epoch, with 72 demonstrations; 8 are held out."""
 
@@ -389,7 +389,7 @@ def test_a_resumed_run_keeps_its_config_and_its_kind(finished: Path, tmp_path: P
         fine_tune(finished)
 
 
-LORA = ("+lora=default", "policy.lora.r=4", "optimizer.lr=0.02")
+LORA = ("+policy/lora=default", "policy.lora.r=4", "optimizer.lr=0.02")
 
 
 @pytest.mark.parametrize("more", [(), ("policy.gradient_checkpointing=true",)], ids=["", "checkpointed"])

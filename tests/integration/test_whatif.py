@@ -36,7 +36,7 @@ def small(cache_dir) -> tuple[str, ...]:
 @pytest.fixture(scope="module", autouse=True)
 def no_report() -> None:
     with pytest.MonkeyPatch.context() as patch:  # two thirds of the time of so short a run
-        patch.setattr("bapo.training.fit.write_report", lambda folder: folder / "report.html")
+        patch.setattr("bapo.analysis.report.write_report", lambda folder: folder / "report.html")
         yield
 
 
@@ -76,7 +76,7 @@ RUNS = {
         "loss=m2po", "objective.aggregation=sequence_sum", "objective.sequence_constant=10",
         "objective.correction=sequence_mis", "trainer.precision=bf16-mixed",
     ],
-    "bapo, older data": ["+replay=default", "schedule.replay.groups=4", "schedule.lag=1", "trainer.max_rounds=3"],
+    "bapo, older data": ["+schedule/replay=default", "schedule.replay.groups=4", "schedule.lag=1", "trainer.max_rounds=3"],
 }  # fmt: skip
 
 

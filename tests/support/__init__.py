@@ -14,8 +14,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
-from bapo.training.fit import run
+from bapo.training.cli import plain_overlay
 from bapo.training.run_folder import register_resolvers
+from bapo.training.train import run
 from bapo.types import Batch, Request, Sample, SamplingParams, TokenStats
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ def run_experiment(
     """What `python train.py OVERRIDES` does in run folder `folder`, in this process; or another `entry` with its `config`."""
     register_resolvers()
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        cfg = compose(config, overrides=[*overrides], return_hydra_config=True)
+        cfg = compose(config, overrides=[plain_overlay(o) for o in overrides], return_hydra_config=True)
     with open_dict(cfg):
         cfg.hydra.runtime.output_dir = str(folder)
         cfg.hydra.job.num = 0

@@ -113,9 +113,9 @@ def test_batches_of_different_widths_join():
 
 
 def test_a_run_replays_and_says_how_old_its_data_are(cache_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("bapo.training.fit.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("bapo.analysis.report.write_report", lambda folder: folder / "report.html")
     small = (*SMALL, f"policy.warm_start.cache_dir={cache_dir}", "callbacks.evaluate=null")
-    run_experiment(tmp_path, *small, "+replay=default", "schedule.replay.groups=6", "schedule.replay.rounds=1")
+    run_experiment(tmp_path, *small, "+schedule/replay=default", "schedule.replay.groups=6", "schedule.replay.rounds=1")
     with (tmp_path / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     begins = [row for row in rows if row.get("replay/groups")]
@@ -129,9 +129,9 @@ def test_a_run_replays_and_says_how_old_its_data_are(cache_dir, tmp_path, monkey
 @pytest.mark.parametrize(("bound", "oldest"), [(None, 11), (11, 11), (10, 7), (7, 7)])
 def test_no_token_is_older_than_max_staleness(bound, oldest, cache_dir, tmp_path, monkeypatch):
     """Four updates a round, groups of the two rounds before: 0 to 3, 4 to 7 and 8 to 11 updates old."""
-    monkeypatch.setattr("bapo.training.fit.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("bapo.analysis.report.write_report", lambda folder: folder / "report.html")
     small = (*SMALL, f"policy.warm_start.cache_dir={cache_dir}", "callbacks.evaluate=null", "trainer.max_rounds=3")
-    replay = ("+replay=default", "schedule.replay.groups=99", "schedule.replay.rounds=2")
+    replay = ("+schedule/replay=default", "schedule.replay.groups=99", "schedule.replay.rounds=2")
     run_experiment(tmp_path, *small, *replay, f"schedule.max_staleness={bound if bound is not None else 'null'}")
     with (tmp_path / "metrics.csv").open() as file:
         ages = [float(row["staleness/max"]) for row in csv.DictReader(file) if row.get("staleness/max")]

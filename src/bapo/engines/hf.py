@@ -10,20 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from bapo.protocols import EngineError
 from bapo.types import Request, Sample, SamplingParams
 
 
-class SeededSampler(LogitsProcessor):
+class SeededSampler:
     """Draws each row's next token with the row's own random numbers, and keeps the log-prob of what it drew.
 
     `generate` offers one random stream for a whole batch, so a sample would depend on its neighbours. Here row i uses one
@@ -32,6 +24,8 @@ class SeededSampler(LogitsProcessor):
     """
 
     def __init__(self, seeds: Sequence[int], sampling: SamplingParams):
+        from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
         self.temperature = sampling.temperature
         self.uniform = torch.stack(
             [torch.rand(sampling.max_tokens, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in seeds]
@@ -97,6 +91,8 @@ class HFEngine:
         revision: str | None = None,
         trust_remote_code: bool = False,
     ):
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
         self.batch_size = batch_size
         self.version = -1  # no version yet: `generate` needs a `load_weights` first
         self.closed = False
@@ -138,6 +134,8 @@ class HFEngine:
 
     @torch.no_grad()
     def _generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
+        from transformers import GenerationConfig, LogitsProcessorList
+
         width = max(len(r.prompt_ids) for r in requests)
         if self.max_positions and width + sampling.max_tokens > self.max_positions:
             raise ValueError(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig
 
 from bapo.engines.worker import WORKER
 
@@ -127,6 +126,8 @@ class VLLMOptions:
 
 def eos_ids(model_path: str | Path, revision: str | None, trust_remote_code: bool) -> tuple[int, ...]:
     """The ids that end a response, as the model's generation config has them. Raises ValueError if it has none."""
+    from transformers import GenerationConfig
+
     eos = None
     with suppress(OSError):
         source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

@@ -1,4 +1,4 @@
-"""The options of policy and trainer: what conf/policy and conf/trainer may say."""
+"""The options of a policy: what conf/policy may say."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bapo.policy.causal_lm import DTYPES, CausalLMPolicy, checkpoint_gradients, load_model
-from bapo.policy.lora import Lora
+if TYPE_CHECKING:
+    from bapo.policy.causal_lm import CausalLMPolicy
+
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class PolicyOptions:
     dtype: str = "float32"
     trust_remote_code: bool = False
     chunk_tokens: int = 4096
-    lora: Lora | None = None
+    lora: Any = None  # a bapo.policy.lora.Lora
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
@@ -37,8 +39,8 @@ class PolicyOptions:
             raise ValueError(f"policy.dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.chunk_tokens < 1:
             raise ValueError(f"policy.chunk_tokens is {self.chunk_tokens}; it must be >= 1")
-        if self.lora is not None and not isinstance(self.lora, Lora):
-            raise ValueError(f"policy.lora is {self.lora!r}, without a _target_; +lora=default makes the section")
+        if self.lora is not None and not hasattr(self.lora, "apply"):
+            raise ValueError(f"policy.lora is {self.lora!r}, without a _target_; +policy/lora=default makes it")
         if self.path is None:
             return
         local = self.path.startswith((".", "/", "~")) or Path(self.path).exists()
@@ -58,6 +60,8 @@ class PolicyOptions:
 
     def load(self, path: str | Path, temperature: float, seed: int) -> CausalLMPolicy:
         """The policy before its first update, on the CPU, from the model at `path`; `seed` decides a new adapter."""
+        from bapo.policy.causal_lm import CausalLMPolicy, checkpoint_gradients, load_model
+
         model = load_model(path, self.dtype, **self.source)
         if self.lora is not None:
             self.lora.apply(model, seed)
@@ -68,34 +72,3 @@ class PolicyOptions:
     def load_reference(self, path: str | Path, temperature: float) -> CausalLMPolicy:
         """The policy as it was before training, for good."""
         return replace(self, lora=None, gradient_checkpointing=False).load(path, temperature, seed=0)
-
-
-@dataclass(frozen=True)
-class TrainerOptions:
-    """`max_rounds` pools are trained on, None where nothing is drawn; the rest is Lightning's.
-
-    `micro_batch_tokens`: padded tokens per forward pass.
-    """
-
-    max_rounds: int | None
-    accelerator: str = "cpu"
-    devices: int = 1
-    num_nodes: int = 1
-    strategy: str = "auto"
-    precision: str = "32-true"
-    micro_batch_tokens: int = 16384
-
-    def __post_init__(self) -> None:
-        for name in ("max_rounds", "devices", "num_nodes", "micro_batch_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"trainer.{name} is {value}; it must be >= 1")
-        # Sharded strategies need their own gradient norm and weight export; fp16 needs a gradient scaler; bf16-true would have
-        # Lightning rewrite the batches, which are frozen.
-        for name, choices in (
-            ("accelerator", ("auto", "cpu", "gpu")),
-            ("strategy", ("auto", "ddp", "ddp_find_unused_parameters_false")),
-            ("precision", ("32-true", "bf16-mixed")),
-        ):
-            if getattr(self, name) not in choices:
-                hint = " (for weights in bfloat16: policy.dtype=bfloat16)" if name == "precision" else ""
-                raise ValueError(f"trainer.{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}{hint}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 def qwen3_config(
@@ -46,6 +48,8 @@ def qwen3_config(
     for name, value in {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}.items():
         if not 0 <= value < vocab_size:
             raise ValueError(f"{name} is {value}; it must be in [0, {vocab_size}), the vocabulary")
+    from transformers import Qwen3Config  # seconds of import, not for a config that is refused above
+
     special: dict[str, Any] = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "bos_token_id": None}
     return Qwen3Config(**sizes, **special, tie_word_embeddings=tie_word_embeddings, dtype="float32")
 
@@ -56,6 +60,8 @@ def tiny_qwen3(vocab_size: int, eos_token_id: int, pad_token_id: int, *, seed: i
     `seed` alone decides the weights; the ambient random state stays as it is. The generation config stops at EOS and samples
     the bare distribution: its neutral values are written out because an absent `top_k` means 50 to transformers.
     """
+    from transformers import GenerationConfig, Qwen3ForCausalLM
+
     config = qwen3_config(vocab_size, eos_token_id, pad_token_id, **sizes)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # Not torch.manual_seed: it would seed the accelerators too, whose state is not forked here.

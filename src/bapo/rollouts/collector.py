@@ -8,11 +8,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from bapo.protocols import Engine, EngineError, PolicyHandle, Task
 from bapo.rollouts.grading import GradedSample, RewardTerm, check_prompts, judge
@@ -26,6 +25,9 @@ from bapo.rollouts.round_state import Drawn
 from bapo.rollouts.schedule import prompt_slots
 from bapo.rollouts.seeds import derive_seed
 from bapo.types import Batch, Prompt, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 

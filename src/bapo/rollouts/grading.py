@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from bapo.protocols import Engine, Task
 from bapo.rollouts.groups import extend, new_group
 from bapo.rollouts.prompt_format import PromptFormat
 from bapo.types import Prompt, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 RewardTerm = Callable[[Sample, str], float]
 """Of a rollout and its text, what is added to its reward."""

@@ -10,9 +10,10 @@ import torch
 from bapo.metrics import MetricParts
 from bapo.ops.masked import masked_sum
 from bapo.ops.microbatch import cut_by_tokens
+from bapo.optimizer import MakeOptimizer
 from bapo.policy.causal_lm import CausalLMPolicy
 from bapo.types import MiniBatch
-from bapo.updates import MakeOptimizer, UpdateModule
+from bapo.updates import UpdateModule
 
 
 class SftModule(UpdateModule):

@@ -17,8 +17,9 @@ from bapo.policy.causal_lm import load_tokenizer
 from bapo.policy.options import PolicyOptions
 from bapo.sft.module import SftModule
 from bapo.sft.rows import SftData, SftOptions, encode, end_of_sequence, fitting, split
-from bapo.training import config_check
-from bapo.training.job import Entry, Job, Training, open_job, run_job
+from bapo.training.checks import check_machine, check_numbers
+from bapo.training.fit import Training, run_job
+from bapo.training.job import Entry, Job, open_job
 from bapo.training.run_folder import is_main_process
 
 log = logging.getLogger(__name__)
@@ -29,21 +30,22 @@ def check(parts: dict[str, Any]) -> None:
 
     The texts are read here, as `parts["shown"]`: rows that cannot be read are a mistake like any other in the config.
     """
-    config_check.check_machine(parts)
+    check_numbers(parts)
     parts["data"].check(parts["task"])
     options, trainer = parts["sft"], parts["trainer"]
     if trainer.max_rounds is not None:
         raise ValueError(f"trainer.max_rounds is {trainer.max_rounds}; it must be null: sft.epochs or sft.max_updates counts")
-    if options.batch_size < (world := trainer.devices * trainer.num_nodes):
+    if options.batch_size < (world := trainer.processes):
         raise ValueError(f"sft.batch_size is {options.batch_size}; it must be >= {world}, the number of processes")
     parts["shown"] = parts["data"](parts["task"])
+    check_machine(parts)
 
 
 SFT = Entry(
     "sft.py",
     {
-        "name", "seed", "threads", "resume", "sft", "policy", "task", "data", "prompt", "optimizer", "trainer", "logger",
-        "callbacks",
+        "name", "tags", "seed", "threads", "resume", "optimized_metric", "sft", "policy", "task", "data", "prompt", "optimizer",
+        "lr_schedule", "trainer", "logger", "callbacks",
     },
     check,
 )  # fmt: skip
@@ -83,17 +85,16 @@ def _training(job: Job, at_the_end: ExitStack) -> Training:
     positions = trained.model.config.get_text_config().max_position_embeddings
     train, test = split(fitting(rows, options.max_tokens, positions, options.too_long), options.test_share)
     pad_id = tokenizer.pad_token_id
-    data = SftData(train, test, options, pad_id, parts["seed"], trainer.devices * trainer.num_nodes)
+    data = SftData(train, test, options, pad_id, parts["seed"], trainer.processes)
     log.info("%d demonstrations to train on, %d held out, %d updates", len(train), len(test), data.total)
-    optimizer = parts["optimizer"]
     module = SftModule(
         trained,
-        optimizer,
+        parts["optimizer"],
         trainer.micro_batch_tokens,
         data.total,
         options.test_every_n_updates,
-        lr_schedule=optimizer.schedule,
-        max_grad_norm=optimizer.max_grad_norm,
+        lr_schedule=parts["lr_schedule"],
+        max_grad_norm=trainer.max_grad_norm,
     )
 
     def conclude() -> None:

@@ -16,7 +16,6 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from bapo.protocols import EngineError
 from bapo.training import config_check
 from bapo.training.run_folder import redact, register_resolvers
 
@@ -30,7 +29,8 @@ def cli(main: Callable[[], Any], config: str = "train") -> None:
     """
     register_resolvers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them
-    overrides = sys.argv[1:]
+    sys.argv[1:] = overrides = [plain_overlay(argument) for argument in sys.argv[1:]]
+    sys.path.insert(0, os.getcwd())  # _target_: my_loss.MyLoss, from a file beside the run
     try:
         if any(redact(override) != override for override in overrides):
             raise ValueError("the command line holds a secret; name its environment variable instead: KEY='${oc.env:NAME}'")
@@ -39,11 +39,20 @@ def cli(main: Callable[[], Any], config: str = "train") -> None:
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {redact(explain(error, overrides, config))}", file=sys.stderr)
         sys.exit(2)
-    except (OSError, EngineError) as error:  # a folder that cannot be made, an engine that died: what it says is enough
+    except (OSError, RuntimeError) as error:  # a folder that cannot be made, an engine that died: what it says is enough
+        from bapo.protocols import EngineError  # torch only now
+
+        if not isinstance(error, OSError | EngineError):
+            raise
         print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def plain_overlay(argument: str) -> str:
+    """`+experiment=x` as `experiment=x`: the defaults have these groups, so both are right."""
+    return re.sub(r"^\+(?=(experiment|sweep|debug)=)", "", argument)
 
 
 def explain(error: Exception, overrides: Sequence[str] = (), config: str = "train") -> str:
@@ -79,14 +88,13 @@ def _files_beside(choice: str) -> str:
 
 
 def _section_of(key: str, overrides: Sequence[str]) -> str | None:
-    """The overlay that makes the section in which `key` would be: +partial=default for rollout.partial.max_spans.
+    """The overlay that makes the section in which `key` would be: +rollout/partial=default for rollout.partial.max_spans.
 
     None where there is none, or it was asked for.
     """
-    section = key.rpartition(".")[0]
-    files = (path for path in CONF.glob("*/default.yaml") if path.read_text().startswith(f"# @package {section}\n"))
-    overlay = next((f"+{path.parent.name}=default" for path in files), None)
-    return None if overlay in overrides else overlay
+    group = key.rpartition(".")[0].replace(".", "/")
+    overlay = f"+{group}=default"
+    return overlay if "/" in group and (CONF / group / "default.yaml").is_file() and overlay not in overrides else None
 
 
 def _known_keys(overrides: Sequence[str], config: str) -> set[str]:

@@ -193,9 +193,9 @@ def trainer_lines(parts: Mapping[str, Any], sizes: Sizes) -> list[Line]:
         Line("gradients", sizes.trained_bytes, trained, True),
         Line("AdamW states", 2 * sizes.trained_bytes, f"2 * {trained}", True),
     ]
-    if trainer.precision == "bf16-mixed":
+    if trainer.mixed_precision:
         lines.append(Line("bfloat16 copies", 2 * sizes.held_float32, f"2 bytes * {sizes.held_float32:,}, at an update", True))
-    if trainer.devices * trainer.num_nodes > 1:
+    if trainer.processes > 1:
         lines.append(Line("buckets of DDP", sizes.trained_bytes, trained, True))
     if parts["objective"].reference_kl:
         lines.append(Line("reference model", size * sizes.parameters, f"{size} bytes * {sizes.parameters:,}", True))
@@ -204,7 +204,7 @@ def trainer_lines(parts: Mapping[str, Any], sizes: Sizes) -> list[Line]:
     logits = 4 * chunk * sizes.vocabulary
     lines.append(Line("largest logits chunk", logits, f"4 bytes * {chunk:,} tokens * vocabulary {sizes.vocabulary:,}", True))
     lines.append(Line("copies of it", (LOGITS_COPIES - 1) * logits, f"{LOGITS_COPIES - 1}: log-softmax, entropy", True))
-    mixed = trainer.precision == "bf16-mixed" and policy.dtype == "float32"
+    mixed = trainer.mixed_precision and policy.dtype == "float32"
     per_hidden, per_intermediate = KEPT["bf16-mixed" if mixed else policy.dtype]
     layer = per_hidden * sizes.widest + per_intermediate * sizes.intermediate
     if policy.gradient_checkpointing:

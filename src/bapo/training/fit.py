@@ -1,95 +1,157 @@
-"""One experiment: check the config, build the objects, fit, report. Only the entry points import this."""
+"""The fit of a job: Trainer, loggers and callbacks around a module and its data, watched to its end."""
 
 from __future__ import annotations
 
-import math
-from contextlib import ExitStack
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
 
-from bapo.analysis.report import write_report
-from bapo.data.datamodule import RolloutDataModule
-from bapo.engines.sync_check import TOLERANCE
-from bapo.module import BapoModule
-from bapo.policy.causal_lm import DTYPES, load_tokenizer
-from bapo.policy.options import PolicyOptions
-from bapo.rollouts.collector import Collector
-from bapo.training import config_check
-from bapo.training.explain import explain
-from bapo.training.job import Entry, Job, Training, build, open_job, run_job
-from bapo.training.run_folder import discard_unused
-
-TRAIN = Entry(
-    "train.py",
-    config_check.TOP_LEVEL,
-    config_check.check_sizes,
-    may_change=("trainer.max_rounds=",),
-    since={"explain": False, "reward": {}},
-    report=lambda folder: write_report(folder),
+from bapo.training.callbacks.checkpoint import AtomicCheckpoints
+from bapo.training.callbacks.progress import ProgressDisplay
+from bapo.training.callbacks.report import Report
+from bapo.training.callbacks.stop import StopOnSignal
+from bapo.training.job import Job
+from bapo.training.loggers import finish, make_loggers
+from bapo.training.process import exit_on_sigterm, hush, known_to_children
+from bapo.training.run_folder import (
+    how_to_resume,
+    is_main_process,
+    log_failure,
+    open_run_folder,
+    plain_config,
+    redact,
+    resume_command,
+    write_status,
 )
+from bapo.updates import UpdateModule
+
+log = logging.getLogger(__name__)
 
 
-def run(cfg: DictConfig) -> dict[str, float]:
-    """Runs the experiment of a composed config in Hydra's output folder; returns the last value of every metric.
+@dataclass(frozen=True)
+class Training:
+    """What a job fits, for `epochs` of Lightning's epochs. conclude: done at the end of a fit that nothing stopped."""
 
-    Raises ValueError for a config that cannot run, before a model is loaded. However it ends, status.json says so. With
-    `explain` it says what the run would do, and leaves no folder.
+    module: UpdateModule
+    data: Any
+    epochs: int
+    conclude: Callable[[], None] = lambda: None
+
+
+def run_job(job: Job, training: Callable[[Job, ExitStack], Training]) -> dict[str, float]:
+    """Runs the job in its folder; returns the last value of every metric. However it ends, status.json says so.
+
+    training: called with a stack on which it may leave what must be closed in the end. A signal that stops the fit ends in
+    SystemExit, with a checkpoint.
     """
-    job = open_job(cfg, TRAIN)
-    if job.parts["explain"]:
-        print(explain(job.parts))
-        discard_unused(job.folder, log_too=True)
-        return {}
-    if job.checkpoint is not None:
-        _check_rounds(job.parts, job.checkpoint)
-    return run_job(job, _build_training)
+    hush()
+    _absolute_paths(job.cfg)
+    with open_run_folder(job.folder, job.cfg, job.resume, job.entry.script):
+        return _run_in_folder(job, training)
 
 
-def build_parts(cfg: DictConfig) -> dict[str, Any]:
-    """The cheap objects of a config, checked one by one and together; engine, loggers and model are still recipes."""
-    return build(cfg, TRAIN)
+def _absolute_paths(cfg: DictConfig) -> None:
+    """A run that is resumed from another directory must find the same model and data."""
+    for key in ("policy.path", "data.path", "task.path", "task.train", "task.test"):
+        path = OmegaConf.select(cfg, key)
+        if path is not None and Path(path).expanduser().exists():
+            OmegaConf.update(cfg, key, str(Path(path).expanduser().absolute()))
+    if cfg.policy.warm_start is not None and cfg.policy.warm_start.get("cache_dir"):
+        cfg.policy.warm_start.cache_dir = str(Path(cfg.policy.warm_start.cache_dir).absolute())
 
 
-def _check_rounds(parts: dict[str, Any], checkpoint: Path) -> None:
-    """A run cannot end before the point from which it goes on: ValueError."""
-    epochs = int(torch.load(checkpoint, weights_only=True, mmap=True)["epoch"]) + 1
-    least = math.ceil(epochs / parts["schedule"].epochs_per_round)
-    if parts["trainer"].max_rounds < least:
-        raise ValueError(
-            f"trainer.max_rounds is {parts['trainer'].max_rounds}; this run is in round {least}: it must be >= {least}"
-        )
+def _run_in_folder(job: Job, training: Callable[[Job, ExitStack], Training]) -> dict[str, float]:
+    folder, again = job.folder, resume_command(job.folder, job.entry.script)
+    write_status(folder, "running", pid=os.getpid())
+    start = time.time()
+    try:
+        with exit_on_sigterm():
+            metrics, stopped_by = _fit(job, training)
+    except BaseException as error:
+        # Lightning turns a second Ctrl-C into SystemExit.
+        interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+        if not interrupted:
+            log_failure(error, HydraConfig.get().mode == RunMode.MULTIRUN)
+        with suppress(OSError):  # a full disk must not hide what went wrong first
+            status = "interrupted" if interrupted else "failed"
+            write_status(folder, status, error=redact(repr(error)), seconds=round(time.time() - start, 1))
+        if is_main_process():
+            log.info("%s", how_to_resume(folder, again, error))
+        if interrupted and error.args != (128 + signal.SIGTERM,):
+            raise KeyboardInterrupt from error
+        raise
+    step = int(metrics["trainer/global_step"])
+    status = "interrupted" if stopped_by else "finished"
+    write_status(folder, status, global_step=step, seconds=round(time.time() - start, 1))
+    for report in (c for c in job.parts["callbacks"].values() if isinstance(c, Report)):
+        if step and is_main_process():
+            report.write(folder)
+    if stopped_by:
+        if is_main_process():
+            log.info("stopped after %d updates; to resume: %s", step, again)
+        raise SystemExit(128 + stopped_by)
+    return metrics
 
 
-def _build_training(job: Job, at_the_end: ExitStack) -> Training:
-    parts = job.parts
-    policy: PolicyOptions = parts["policy"]
-    rollout, schedule, options = parts["rollout"], parts["schedule"], parts["trainer"]
-    path, temperature = policy.model_path(parts["task"]), rollout.sampling.temperature
-    trained = policy.load(path, temperature, parts["seed"])
-    reference = policy.load_reference(path, temperature) if parts["objective"].reference_kl else None
-    engine = rollout.engine(model_path=path, dtype=DTYPES[policy.dtype], **policy.source)
-    at_the_end.callback(engine.close)
-    module = BapoModule(
-        trained,
-        parts["loss"],
-        parts["objective"],
-        parts["optimizer"],
-        options.micro_batch_tokens,
-        options.max_rounds * schedule.updates_per_round,
-        reference,
-        lr_schedule=parts["optimizer"].schedule,
-        max_grad_norm=parts["optimizer"].max_grad_norm,
+def _fit(job: Job, training: Callable[[Job, ExitStack], Training]) -> tuple[dict[str, float], int | None]:
+    """Trains; returns the last value of every metric and the signal that stopped it, if one did."""
+    parts, folder, checkpoint = job.parts, job.folder, job.checkpoint
+    if parts["threads"]:
+        torch.set_num_threads(parts["threads"])
+    L.seed_everything(parts["seed"], verbose=False)
+    if job.resume and checkpoint is None:
+        log.warning("%s holds no checkpoint: the run begins again, with its rounds kept", folder)
+    stop = StopOnSignal()
+    with ExitStack() as at_the_end:
+        made = training(job, at_the_end)
+        loggers: list[Logger] = []
+        exit_code = [1]  # what the loggers are told unless the fit ends well
+        at_the_end.callback(lambda: finish(loggers, exit_code[0]))
+        resume_step = _updates_of(checkpoint) if job.resume else None
+        for logger in make_loggers(parts["logger"], folder, resume_step):
+            loggers.append(logger)
+            logger.log_hyperparams(plain_config(job.cfg))
+        trainer = _build_trainer(job, made, loggers, stop)
+        at_the_end.enter_context(known_to_children(folder))
+        trainer.fit(made.module, datamodule=made.data, ckpt_path=checkpoint, weights_only=True)
+        if stop.received is None:
+            made.conclude()
+        exit_code[0] = 128 + stop.received if stop.received else 0
+    return made.module.latest | {"trainer/global_step": trainer.global_step}, stop.received
+
+
+def _build_trainer(job: Job, made: Training, loggers: list[Logger], stop: StopOnSignal) -> L.Trainer:
+    callbacks = [callback for callback in job.parts["callbacks"].values() if callback is not None]
+    for display in (c for c in callbacks if isinstance(c, ProgressDisplay)):
+        made.data.on_phase = display.phase
+    return job.parts["trainer"].build(
+        max_epochs=made.epochs,
+        logger=loggers,
+        callbacks=[*callbacks, stop],
+        plugins=[AtomicCheckpoints()],
+        reload_dataloaders_every_n_epochs=1,  # the data module decides what an epoch trains on, so it is always asked
+        use_distributed_sampler=False,  # it deals rows to ranks itself
+        enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        default_root_dir=job.folder,
     )
-    tokenizer = load_tokenizer(path, **policy.source)
-    collector = Collector(
-        engine, parts["task"], tokenizer, parts["advantage"], rollout, parts["seed"], parts["reward"], schedule.max_age
-    )
-    precisions = [DTYPES[policy.dtype], engine.dtype, torch.bfloat16 if options.precision == "bf16-mixed" else torch.float32]
-    tolerance = rollout.sync_tolerance or max(TOLERANCE[precision] for precision in precisions)
-    data = RolloutDataModule(collector, schedule, job.folder / "rounds", parts["seed"], tolerance)
-    data.connect(module)
-    at_the_end.callback(data.give_up)
-    return Training(module, data, options.max_rounds * schedule.epochs_per_round)
+
+
+def _updates_of(checkpoint: Path | None) -> int:
+    return 0 if checkpoint is None else int(torch.load(checkpoint, weights_only=True, mmap=True)["global_step"])

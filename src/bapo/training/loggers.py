@@ -1,22 +1,25 @@
-"""Where the metrics of a run go: two CSV files always, W&B and TensorBoard by choice, several at once.
+"""Loggers of a run: two CSV files always, any of Lightning's by choice, several at once.
 
-Every logger receives the same rows by `log_metrics(row, step)`: step = completed optimizer updates, names as in `bapo.metrics`.
+Every logger receives the same rows by `log_metrics(row, step)`: step = completed optimizer updates, known names as in
+`bapo.metrics`.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
 
+from hydra.utils import get_object, instantiate
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from bapo.metrics import METRICS, WALL_CLOCK_PREFIXES, lookup
+from bapo.metrics import METRICS, WALL_CLOCK_PREFIXES
 from bapo.training.run_folder import is_main_process, redact
 
 log = logging.getLogger(__name__)
@@ -124,18 +127,12 @@ class CsvLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, SupportsFloat], step: int | None = None) -> None:
-        """Raises KeyError for a name that bapo.metrics does not know, ValueError for a step missing or below the last one."""
-        if step is None:
-            raise ValueError("step is None; every row needs the number of completed updates")
-        last = max((table.step for table in (self._metrics, self._timing) if table.step is not None), default=step)
-        if step < last:
-            raise ValueError(f"step is {step}; it must be >= {last}, the last step in {self._metrics.path}")
-        if int(float(metrics.get(STEP, step))) != step:
-            raise ValueError(f"{STEP} is {metrics[STEP]}; it must equal step = {step}")
+        """A step that is missing or below the last one, as Lightning's own callbacks count, adds to the last row."""
+        last = max((table.step for table in (self._metrics, self._timing) if table.step is not None), default=0)
+        step = max(step or 0, last)
         values: dict[str, str] = {}
         timing: dict[str, str] = {}
         for name, value in metrics.items():
-            lookup(name)
             if name != STEP:
                 (timing if name.startswith(WALL_CLOCK_PREFIXES) else values)[name] = _cell(value)
         if values:
@@ -146,6 +143,18 @@ class CsvLogger(Logger):
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run folder has config.yaml."""
+
+
+def make_loggers(sections: Mapping[str, Any], folder: Path, resume_step: int | None) -> Iterator[Logger]:
+    """The CSV logger, then the logger of each section, in the run folder unless the section says where.
+
+    resume_step: updates of the checkpoint that a run resumes from, for loggers that ask for it; None for a new run.
+    """
+    yield CsvLogger(folder, resume_step)
+    for section in filter(None, sections.values()):
+        known = inspect.signature(get_object(section["_target_"])).parameters
+        filled = {"save_dir": str(folder), "resume_step": resume_step}
+        yield instantiate(section | {k: v for k, v in filled.items() if k in known and k not in section}, _convert_="all")
 
 
 def wandb_logger(

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
@@ -23,6 +21,8 @@ from bapo.training.run_folder import CHILD_RUN_DIR
 
 def hush() -> None:
     """Keeps off the screen what libraries say of things that are meant here."""
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     # Asked on every save whether the file should hold weights alone; it should not.
@@ -67,6 +67,8 @@ def known_to_children(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.argv = argv
+        import torch
+
         # Lightning leaves its ranks' addresses behind; the next job of a sweep would take itself for one of them.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -21,8 +21,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 log = logging.getLogger(__name__)
@@ -58,6 +56,8 @@ def _run_dir(name: Any, resume: Any) -> str:
 
 def is_main_process() -> bool:
     """Is this global rank 0? True outside distributed runs."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only  # Lightning only where a run begins
+
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
@@ -129,10 +129,10 @@ def open_run_folder(folder: Path, cfg: DictConfig, resume: bool, script: str = "
     if not is_main_process():
         yield
         return
-    with locked(folder, "commands.log", "run folder", "a run is going on in it") as commands:
+    with locked(folder, "commands.log", "run folder", "a run is in progress in it") as commands:
         if not resume and (folder / "config.yaml").exists():
             again = resume_command(folder, script)
-            raise ValueError(f"run folder {str(folder)!r} holds a run already; to go on with it: {again}")
+            raise ValueError(f"run folder {str(folder)!r} holds a run already; to resume it: {again}")
         print(datetime.now().isoformat(timespec="seconds"), redact(" ".join(sys.argv)), file=commands, flush=True)
         replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
         if not resume:
@@ -207,6 +207,8 @@ def checkpoint_steps(folder: Path) -> dict[Path, int]:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The readable checkpoint of the most updates in `folder`/checkpoints."""
+    import torch  # not for --help
+
     steps = checkpoint_steps(folder / "checkpoints")
     for path in sorted(steps, key=steps.__getitem__, reverse=True):
         try:
@@ -219,15 +221,15 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def resume_command(folder: Path, script: str = "train.py") -> str:
-    """What to type to go on, quoted for Hydra and for the shell where the path needs it."""
+    """The command that resumes a run, quoted for Hydra and for the shell where the path needs it."""
     plain = re.fullmatch(r"[\w./-]+", str(folder))
     return f"python {script} " + (f"resume={folder}" if plain else shlex.quote(f'resume="{folder}"'))
 
 
-def how_to_go_on(folder: Path, again: str, error: BaseException) -> str:
-    """What to do after `error`. What the config has wrong it has wrong again, as long as no checkpoint was written."""
+def how_to_resume(folder: Path, again: str, error: BaseException) -> str:
+    """Advice after `error`: a wrong config fails again as long as no checkpoint was written."""
     if newest_checkpoint(folder):
-        return f"to go on from the last checkpoint: {again}"
+        return f"to resume from the last checkpoint: {again}"
     if isinstance(error, ValueError):
         return "there is no checkpoint, and the same config would fail again: start another run with what is wrong put right"
     return f"there is no checkpoint yet; to begin again: {again}"

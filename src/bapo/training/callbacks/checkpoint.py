@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +15,58 @@ from bapo.protocols import EngineError
 from bapo.training.run_folder import checkpoint_steps
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """Called with a folder: Lightning's checkpoint callback, every `every_n_updates` optimizer updates, the newest one kept."""
+class Checkpoints(ModelCheckpoint):
+    """Every `every_n_updates` optimizer updates and at the last one, be it the run's end or a stop; only the newest is kept.
 
-    every_n_updates: int = 16
+    dirpath: None for RUN/checkpoints.
+    """
 
-    def __post_init__(self) -> None:
-        if self.every_n_updates < 1:
-            raise ValueError(f"every_n_updates is {self.every_n_updates}; it must be >= 1")
-
-    def __call__(self, dirpath: Path) -> ModelCheckpoint:
-        return RunCheckpoint(
+    def __init__(self, every_n_updates: int = 16, dirpath: str | None = None):
+        if every_n_updates < 1:
+            raise ValueError(f"callbacks.checkpoint.every_n_updates is {every_n_updates}; it must be >= 1")
+        super().__init__(
             dirpath,
             filename="update={step:06d}",
             auto_insert_metric_name=False,
-            every_n_train_steps=self.every_n_updates,
+            every_n_train_steps=every_n_updates,
             save_on_train_epoch_end=False,
         )
 
-
-class RunCheckpoint(ModelCheckpoint):
-    """Also saves at the last update, be it the run's end or a stop, and takes away what is older."""
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.dirpath = self.dirpath or str(Path(trainer.default_root_dir) / "checkpoints")
+        super().setup(trainer, pl_module, stage)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         super().on_train_batch_end(trainer, pl_module, *args)
-        folder = Path(str(self.dirpath))
         ends = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
-        if (ends or trainer.should_stop) and trainer.global_step not in checkpoint_steps(folder).values():
-            trainer.save_checkpoint(folder / f"update={trainer.global_step:06d}.ckpt")
+        if ends or trainer.should_stop:
+            self._save_newest(trainer)
         if trainer.is_global_zero:
-            steps = checkpoint_steps(folder)
+            steps = checkpoint_steps(Path(str(self.dirpath)))
             for path in [path for path, step in steps.items() if step < max(steps.values())]:
                 path.unlink()
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A stop between two epochs (EarlyStopping) is saved too."""
+        super().on_train_end(trainer, pl_module)
+        self._save_newest(trainer)
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """A failed engine takes no update with it: what was trained since the last checkpoint is saved."""
-        folder = Path(str(self.dirpath))
-        if not isinstance(exception, EngineError) or trainer.global_step in {0, *checkpoint_steps(folder).values()}:
+        if isinstance(exception, EngineError):
+            self._save_newest(trainer)
+
+    def _save_newest(self, trainer: L.Trainer) -> None:
+        folder, step = Path(str(self.dirpath)), trainer.global_step
+        if trainer.fast_dev_run or step in {0, *checkpoint_steps(folder).values()}:
             return
         progress: Any = trainer.fit_loop.epoch_progress.current
+        before = progress.processed, progress.completed
         if progress.processed == progress.started:
             # Between two epochs. The one before is saved as at its last update, where every other checkpoint stands.
             progress.processed = progress.completed = progress.completed - 1
-        trainer.save_checkpoint(folder / f"update={trainer.global_step:06d}.ckpt")
+        trainer.save_checkpoint(folder / f"update={step:06d}.ckpt")
+        progress.processed, progress.completed = before
 
 
 class AtomicCheckpoints(TorchCheckpointIO):

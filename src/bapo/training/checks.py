@@ -1,0 +1,102 @@
+"""What must fit together among the built objects of a config, and on this machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from bapo.optimizer import check_optimizer, check_schedule
+from bapo.training.process import hush
+
+log = logging.getLogger(__name__)
+
+MAX_SEED = 2**32 - 1  # the largest that NumPy takes
+
+
+def check_machine(parts: Mapping[str, Any]) -> None:
+    """ValueError if this machine cannot train the built objects of a config, or a library refuses its arguments.
+
+    The last of all checks, as it imports what takes seconds.
+    """
+    if not parts.get("explain"):  # a run may be explained on a machine that could not run it
+        hush()
+        parts["trainer"].check()
+    optimizer = check_optimizer(parts["optimizer"])
+    if parts["lr_schedule"] is not None:
+        check_schedule(parts["lr_schedule"], optimizer)
+
+
+def check_numbers(parts: Mapping[str, Any]) -> None:
+    """ValueError for plain values at the top that are out of bounds."""
+    if not 0 <= parts["seed"] <= MAX_SEED:
+        raise ValueError(f"seed is {parts['seed']}; it must be in [0, {MAX_SEED}]")
+    if parts["threads"] is not None and parts["threads"] < 1:
+        raise ValueError(f"threads is {parts['threads']}; it must be >= 1, or null for torch's own choice")
+
+
+def _check_splits(task: Any, callbacks: Mapping[str, Any]) -> None:
+    """ValueError if there is nothing to train on, or nothing to evaluate."""
+    add = "+task@callbacks.evaluate.benchmarks.NAME=NAME"
+    if "train" not in (splits := getattr(task, "splits", ("train",))):
+        only = ", ".join(splits)
+        raise ValueError(f"task is {task.name}, which has only {only}: nothing to train on; to be evaluated: {add}")
+    for callback in (c for c in callbacks.values() if hasattr(c, "benchmarks")):
+        for name, benchmark in (callback.benchmarks or {"": task}).items():
+            if callback.split not in (splits := getattr(benchmark, "splits", (callback.split,))):
+                where = f"callbacks.evaluate.benchmarks.{name}" if name else f"task {benchmark.name}"
+                other = f"callbacks.evaluate.benchmarks.{name}=null" if name else add
+                raise ValueError(
+                    f"callbacks.evaluate.split is {callback.split!r}; {where} has only {', '.join(splits)}: "
+                    f"callbacks.evaluate=null, callbacks.evaluate.split={splits[0]} or {other}"
+                )
+
+
+def check_sizes(parts: Mapping[str, Any]) -> None:
+    """What fits together and on this machine, over the built objects of a config. Raises ValueError."""
+    check_numbers(parts)
+    _check_splits(parts["task"], parts["callbacks"])
+    rollout, schedule = parts["rollout"], parts["schedule"]
+    if parts["trainer"].max_rounds is None:
+        raise ValueError("trainer.max_rounds is None; it must be >= 1")
+    if not parts["explain"] and hasattr(rollout.engine, "require_vllm"):
+        rollout.engine.require_vllm()
+    if "correctness" in parts["reward"]:
+        raise ValueError("reward.correctness is the task's own reward; a term beside it must have another name")
+    if rollout.group_size < 2:
+        raise ValueError(
+            f"rollout.group_size is {rollout.group_size}; a group-relative advantage compares responses to one prompt: >= 2"
+        )
+    if rollout.partial and rollout.partial.tokens_per_round >= rollout.sampling.max_tokens:
+        raise ValueError(
+            f"rollout.partial.tokens_per_round is {rollout.partial.tokens_per_round}; it must be < "
+            f"rollout.sampling.max_tokens, {rollout.sampling.max_tokens}: else every response is finished in its first round"
+        )
+    if rollout.partial:
+        schedule.check_room("rollout.partial")
+    if schedule.lag >= parts["trainer"].max_rounds:
+        log.warning(
+            "schedule.lag is %d and trainer.max_rounds %d: no round trains on data that old",
+            schedule.lag,
+            parts["trainer"].max_rounds,
+        )
+    pool, cut = rollout.prompts_per_round * rollout.group_size, schedule.minibatches_per_epoch
+    if pool % cut:
+        near = sorted((n for n in range(1, pool + 1) if pool % n == 0), key=lambda n: (abs(n - cut), n))[:4]
+        raise ValueError(
+            f"schedule.minibatches_per_epoch is {cut}, which does not divide the pool of rollout.prompts_per_round * "
+            f"rollout.group_size = {rollout.prompts_per_round} * {rollout.group_size} = {pool} responses; "
+            f"{', '.join(str(n) for n in sorted(near))} would"
+        )
+    lora, engine = parts["policy"].lora, rollout.engine
+    if getattr(engine, "lora_sync", "merged") == "native":
+        if lora is None:
+            raise ValueError("rollout.engine.lora_sync is 'native'; without policy.lora it must be merged")
+        if lora.r > engine.max_lora_rank:
+            raise ValueError(f"policy.lora.r is {lora.r}; it must be <= rollout.engine.max_lora_rank, {engine.max_lora_rank}")
+        if lora.modules_to_save:
+            raise ValueError(f"policy.lora.modules_to_save is {lora.modules_to_save}; with lora_sync native it must be empty")
+    sampling = rollout.sampling
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        log.warning("rollout.sampling uses top_p or top_k: sampled and scored distributions differ, so ratios mix the two")
+    check_machine(parts)
