@@ -42,7 +42,7 @@ def check_optimizer(make: Any) -> torch.optim.Optimizer:
         raise ValueError("optimizer._partial_ must be true: the parameters come later")
     lr = getattr(make, "keywords", {}).get("lr", 1.0)
     if not isinstance(lr, int | float) or isinstance(lr, bool) or not 0 < lr < math.inf:
-        raise ValueError(f"optimizer.lr is {lr!r}; it must be > 0 and finite")
+        raise ValueError(f"optimizer.lr is {lr!r}; it must be a number > 0 and finite")
     given = getattr(make, "keywords", {})
     for name, value in ((name, given[name]) for name in NUMBERS if name in given):
         for number in value if isinstance(value, list | tuple) else [value]:

@@ -99,7 +99,9 @@ def check(parts: Mapping[str, Any]) -> None:
         engine.require_vllm()
 
 
-EVALUATE = Entry("evaluate.py", {*PLAIN, "policy", "benchmark", "sampling", "rollout", "embedded"}, check, plain=PLAIN)
+EVALUATE = Entry(
+    "evaluate.py", {*PLAIN, "policy", "benchmark", "sampling", "rollout", "embedded"}, check, lambda parts: None, plain=PLAIN
+)
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:

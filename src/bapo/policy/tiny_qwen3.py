@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
-def qwen3_config(
+def qwen3_sizes(
     vocab_size: int,
     eos_token_id: int,
     pad_token_id: int,
@@ -22,8 +22,8 @@ def qwen3_config(
     head_dim: int = 32,
     max_position_embeddings: int = 64,
     tie_word_embeddings: bool = False,
-) -> Qwen3Config:
-    """The checked sizes as a `Qwen3Config`. ValueError names the size that cannot be."""
+) -> dict[str, Any]:
+    """The checked fields of a `Qwen3Config`. ValueError names the size that cannot be."""
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -48,10 +48,15 @@ def qwen3_config(
     for name, value in {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}.items():
         if not 0 <= value < vocab_size:
             raise ValueError(f"{name} is {value}; it must be in [0, {vocab_size}), the vocabulary")
-    from transformers import Qwen3Config  # seconds of import, not for a config that is refused above
-
     special: dict[str, Any] = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "bos_token_id": None}
-    return Qwen3Config(**sizes, **special, tie_word_embeddings=tie_word_embeddings, dtype="float32")
+    return {**sizes, **special, "tie_word_embeddings": tie_word_embeddings, "dtype": "float32"}
+
+
+def qwen3_config(vocab_size: int, eos_token_id: int, pad_token_id: int, **sizes: Any) -> Qwen3Config:
+    """The config of these sizes; see `qwen3_sizes`."""
+    from transformers import Qwen3Config  # seconds of import, not for a config that is refused
+
+    return Qwen3Config(**qwen3_sizes(vocab_size, eos_token_id, pad_token_id, **sizes))
 
 
 def tiny_qwen3(vocab_size: int, eos_token_id: int, pad_token_id: int, *, seed: int = 0, **sizes: Any) -> Qwen3ForCausalLM:

@@ -38,7 +38,6 @@ def check(parts: dict[str, Any]) -> None:
     if options.batch_size < (world := trainer.processes):
         raise ValueError(f"sft.batch_size is {options.batch_size}; it must be >= {world}, the number of processes")
     parts["shown"] = parts["data"](parts["task"])
-    check_machine(parts)
 
 
 SFT = Entry(
@@ -48,6 +47,7 @@ SFT = Entry(
         "lr_schedule", "trainer", "logger", "callbacks",
     },
     check,
+    check_machine,
 )  # fmt: skip
 
 

@@ -11,25 +11,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-
-import lightning.pytorch as pl
-import torch
-import transformers
-from lightning.pytorch.utilities.seed import isolate_rng
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, get_scheduler
+from typing import TYPE_CHECKING, Any
 
 from bapo.files import digest
-from bapo.policy.causal_lm import CausalLMPolicy
 from bapo.policy.folder_cache import kept_folder
-from bapo.policy.tiny_qwen3 import qwen3_config, tiny_qwen3
-from bapo.policy.tokenizer import character_tokenizer
-from bapo.rollouts.prompt_format import PLAIN
-from bapo.sft.demonstrations import TaskDemonstrations
-from bapo.sft.module import SftModule
-from bapo.sft.rows import Row, SftData, SftOptions, encode
-from bapo.updates import NotFiniteError
+from bapo.policy.tiny_qwen3 import qwen3_config, qwen3_sizes, tiny_qwen3
+
+if TYPE_CHECKING:  # the libraries take seconds to import: a config is checked without them
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+
+    from bapo.sft.rows import Row
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +32,7 @@ EARLY = 64
 """Demonstrations made for the cache's key: they betray a change in the task's code, and texts too long for the model."""
 HELD_OUT = 256
 """Further demonstrations, whose loss is that of the warm start."""
-_SIZES = {n: p.default for n, p in inspect.signature(qwen3_config).parameters.items() if p.default is not p.empty}
+_SIZES = {n: p.default for n, p in inspect.signature(qwen3_sizes).parameters.items() if p.default is not p.empty}
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class Untrained:
         if not isinstance(self.seed, int) or self.seed < 0:
             raise ValueError(f"seed is {self.seed!r}; it must be an integer >= 0")
         try:
-            qwen3_config(vocab_size=2, eos_token_id=0, pad_token_id=1, **self.model)
+            qwen3_sizes(vocab_size=2, eos_token_id=0, pad_token_id=1, **self.model)
         except ValueError as error:
             raise ValueError(f"model.{error}") from error
 
@@ -83,9 +76,11 @@ class Untrained:
         """Everything that decides the model."""
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "cache_dir"}
         options["model"] = {**_SIZES, **self.model}
-        return [VERSION, torch.__version__, transformers.__version__, options, task.alphabet, task.eos]
+        return [VERSION, version("torch"), version("transformers"), options, task.alphabet, task.eos]
 
     def _build(self, task: Any, folder: Path) -> dict[str, float]:
+        from bapo.policy.tokenizer import character_tokenizer
+
         tokenizer = character_tokenizer(task.alphabet, task.eos)
         model = tiny_qwen3(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, **self.model, seed=self.seed)
         facts = self._train(model, tokenizer, task)
@@ -136,6 +131,10 @@ class WarmStart(Untrained):
             raise ValueError(f"{key} is {room}; it must be >= {longest}, the length of a demonstration")
 
     def _train(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, task: Any) -> dict[str, float]:
+        from bapo.rollouts.prompt_format import PLAIN
+        from bapo.sft.demonstrations import TaskDemonstrations
+        from bapo.sft.rows import encode
+
         start = time.perf_counter()
         texts = TaskDemonstrations(self.demonstrations + HELD_OUT, self.seed)(task)
         eos = tokenizer.eos_token_id
@@ -154,6 +153,16 @@ class WarmStart(Untrained):
 
     def _fit(self, model: PreTrainedModel, train: list[Row], held_out: list[Row], pad_id: int) -> float:
         """Fine-tunes `model` in place, silently, on the CPU; returns the loss of `held_out`. Leaves ambient random states."""
+        import lightning.pytorch as pl
+        import torch
+        from lightning.pytorch.utilities.seed import isolate_rng
+        from transformers import get_scheduler
+
+        from bapo.policy.causal_lm import CausalLMPolicy
+        from bapo.sft.module import SftModule
+        from bapo.sft.rows import SftData, SftOptions
+        from bapo.updates import NotFiniteError
+
         options = SftOptions(max_updates=self.steps, batch_size=self.batch_size)
         data = SftData(train, held_out, options, pad_id, self.seed, world=1)
         module = SftModule(
@@ -188,6 +197,8 @@ def _check_task(task: object) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """No notes, warnings or progress bars of Lightning and transformers inside; both as before afterwards."""
+    import transformers
+
     logger = logging.getLogger("lightning.pytorch")
     level, bars = logger.level, transformers.utils.logging.is_progress_bar_enabled()
     logger.setLevel(logging.ERROR)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bapo.optimizer import check_optimizer, check_schedule
+from bapo.training.config_check import check_trainer_flags
 from bapo.training.process import hush
 
 log = logging.getLogger(__name__)
@@ -21,18 +22,25 @@ def check_machine(parts: Mapping[str, Any]) -> None:
     """
     if not parts.get("explain"):  # a run may be explained on a machine that could not run it
         hush()
+        check_trainer_flags(parts["trainer"].flags)
         parts["trainer"].check()
-    optimizer = check_optimizer(parts["optimizer"])
     if parts["lr_schedule"] is not None:
-        check_schedule(parts["lr_schedule"], optimizer)
+        check_schedule(parts["lr_schedule"], check_optimizer(parts["optimizer"]))
+
+
+def check_run(parts: Mapping[str, Any]) -> None:
+    """ValueError for a split that a task lacks, or for what this machine or a library refuses."""
+    _check_splits(parts["task"], parts["callbacks"])
+    check_machine(parts)
 
 
 def check_numbers(parts: Mapping[str, Any]) -> None:
-    """ValueError for plain values at the top that are out of bounds."""
+    """ValueError for plain values at the top that are out of bounds, or an optimizer that refuses its arguments."""
     if not 0 <= parts["seed"] <= MAX_SEED:
         raise ValueError(f"seed is {parts['seed']}; it must be in [0, {MAX_SEED}]")
     if parts["threads"] is not None and parts["threads"] < 1:
         raise ValueError(f"threads is {parts['threads']}; it must be >= 1, or null for torch's own choice")
+    check_optimizer(parts["optimizer"])
 
 
 def _check_splits(task: Any, callbacks: Mapping[str, Any]) -> None:
@@ -55,7 +63,6 @@ def _check_splits(task: Any, callbacks: Mapping[str, Any]) -> None:
 def check_sizes(parts: Mapping[str, Any]) -> None:
     """What fits together and on this machine, over the built objects of a config. Raises ValueError."""
     check_numbers(parts)
-    _check_splits(parts["task"], parts["callbacks"])
     rollout, schedule = parts["rollout"], parts["schedule"]
     if parts["trainer"].max_rounds is None:
         raise ValueError("trainer.max_rounds is None; it must be >= 1")
@@ -99,4 +106,3 @@ def check_sizes(parts: Mapping[str, Any]) -> None:
     sampling = rollout.sampling
     if sampling.top_p < 1 or sampling.top_k > 0:
         log.warning("rollout.sampling uses top_p or top_k: sampled and scored distributions differ, so ratios mix the two")
-    check_machine(parts)

@@ -63,7 +63,7 @@ def explain(error: Exception, overrides: Sequence[str] = (), config: str = "trai
     message = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error)).split("\nConfig search path")[0]
     message = re.sub(r"\n\s*(full_key|object_type|reference_type)[:=].*", "", message).strip()
     if isinstance(error, MissingMandatoryValue):
-        return f"{message.removeprefix('Missing mandatory value: ')} is missing; it has no default"
+        return f"{error.full_key or message.removeprefix('Missing mandatory value: ')} is missing; it has no default"
     if message.startswith("Config group override must be a string"):
         return f"{' '.join(o for o in overrides if o.endswith('=null'))}: a group cannot be null; name a file of conf/GROUP"
     if isinstance(error, HydraException) and (match := re.search(r"Could not override '([^']+)'", message)):

@@ -42,8 +42,8 @@ FILLED_IN = {
 def check_keys_and_types(config: Mapping[str, Any], top_level: Set[str] = TOP_LEVEL, plain: Mapping[str, Any] = PLAIN) -> None:
     """Every key must be known and every plain value of the right type, or ValueError lists all that is wrong.
 
-    Keys under a `_target_` must fit that callable's signature. Libraries that take seconds to import are asked only if the rest
-    is right.
+    Keys under a `_target_` of this package or torch.optim must fit that callable's signature. The others follow in
+    `check_heavy_calls`: to import what they name takes seconds.
     """
     errors = [_unknown(key, set(top_level), all_keys(config)) for key in config if key not in top_level]
     errors += [f"{key} is missing" for key in sorted(top_level - config.keys())]
@@ -55,25 +55,35 @@ def check_keys_and_types(config: Mapping[str, Any], top_level: Set[str] = TOP_LE
             errors.append(f"{group} is {config[group]!r}; it must be {_say(Callable)}")
     for group in sorted(COLLECTIONS & config.keys()):
         errors += _check_collection(group, config[group])
-    calls = [(path, node) for path, node in _targets(config, "") if path != "trainer" and not path.startswith("trainer.")]
     if _is_call(config.get("trainer")):
         try:
             read_trainer(config["trainer"])
         except (TypeError, ValueError) as error:
             errors.append(str(error))
-    light = [call for call in calls if _is_light(call[1])]
-    for some in (light, [call for call in calls if call not in light]):
-        errors += [error for path, node in some for error in _check_call(path, node, config)]
-        if errors:
-            raise ValueError("\n".join(errors))
+    errors += _check_calls(config, light=True)
+    if errors:
+        raise ValueError("\n".join(errors))
 
 
-def check_trainer_flags(config: Mapping[str, Any]) -> None:
+def check_heavy_calls(config: Mapping[str, Any]) -> None:
+    """ValueError for keys that do not fit the signature of a library's or a user's own callable, or of a callback."""
+    if errors := _check_calls(config, light=False):
+        raise ValueError("\n".join(errors))
+
+
+def _check_calls(config: Mapping[str, Any], light: bool) -> list[str]:
+    calls = [
+        (path, node) for path, node in _targets(config, "") if path.split(".")[0] != "trainer" and _is_light(node) is light
+    ]
+    return [error for path, node in calls for error in _check_call(path, node, config)]
+
+
+def check_trainer_flags(flags: Mapping[str, Any]) -> None:
     """ValueError for flags of `trainer` that its class does not know."""
-    unknown, known = unknown_flags(config["trainer"])
+    unknown, known = unknown_flags(flags)
     if unknown:
         siblings = {f"trainer.{name}" for name in known}
-        raise ValueError("\n".join(_unknown(f"trainer.{name}", siblings, all_keys(config)) for name in sorted(unknown)))
+        raise ValueError("\n".join(_unknown(f"trainer.{name}", siblings, siblings) for name in sorted(unknown)))
 
 
 def _is_call(node: Any) -> bool:

@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from bapo.training.config_check import PLAIN, check_keys_and_types, check_trainer_flags, task_at
+from bapo.training.config_check import PLAIN, check_heavy_calls, check_keys_and_types, task_at
 from bapo.training.run_folder import (
     CHILD_RUN_DIR,
     discard_unused,
@@ -35,12 +35,14 @@ log = logging.getLogger(__name__)
 class Entry:
     """An entry point. script: its file, as a user types it. top_level: the keys of its config; plain: values among them.
 
-    check: raises ValueError for built objects that do not fit together. may_change: how an override begins that a resumed run
+    check_light, check: raise ValueError for built objects that do not fit, before and after `HEAVY` sections are built.
+    may_change: how an override begins that a resumed run
     may be given.
     """
 
     script: str
     top_level: Set[str]
+    check_light: Callable[[dict[str, Any]], None]
     check: Callable[[dict[str, Any]], None]
     may_change: tuple[str, ...] = ()
     plain: Mapping[str, Any] = field(default_factory=lambda: PLAIN)
@@ -95,21 +97,21 @@ def _saved_config(folder: Path, overrides: list[str], entry: Entry) -> DictConfi
     return cfg
 
 
-LIGHT_FIRST = ("loss", "objective", "advantage", "schedule", "reward", "optimizer", "lr_schedule", "rollout", "task")
-"""Sections that cost little to build: what is wrong with them is said before Lightning is imported."""
+HEAVY = {"callbacks", "lr_schedule", "logger", "trainer"}
+"""Sections whose classes take seconds to import: what is wrong with the others is said before."""
 
 
 def build(cfg: DictConfig, entry: Entry) -> dict[str, Any]:
     """The cheap objects of a config, checked one by one and together; engine, loggers, trainer and model are still recipes."""
-    config = OmegaConf.to_container(cfg, resolve=True)
+    config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(config, dict)
     check_keys_and_types(config, entry.top_level, entry.plain)  # type: ignore[arg-type]
     parts: dict[str, Any] = {"trainer": read_trainer(config["trainer"])} if "trainer" in config else {}  # type: ignore[arg-type]
-    for name in sorted(config.keys() - {"trainer", "logger"}, key=lambda name: (name not in LIGHT_FIRST, name)):
-        parts[name] = _instantiate(name, config[name])
+    parts |= {name: _instantiate(name, section) for name, section in config.items() if name not in HEAVY}
+    entry.check_light(parts)
+    check_heavy_calls(config)  # type: ignore[arg-type]
+    parts |= {name: _instantiate(name, config[name]) for name in ("callbacks", "lr_schedule") if name in config}
     parts["logger"] = config.get("logger") or {}
-    if "trainer" in parts:
-        check_trainer_flags(config)  # type: ignore[arg-type]
     entry.check(parts)
     return parts
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from bapo.training.checks import check_sizes
+from bapo.training.checks import check_run, check_sizes
 from bapo.training.config_check import TOP_LEVEL
 from bapo.training.job import Entry, Job, build, open_job
 from bapo.training.run_folder import discard_unused
@@ -17,7 +17,7 @@ from bapo.training.run_folder import discard_unused
 if TYPE_CHECKING:
     from bapo.training.fit import Training
 
-TRAIN = Entry("train.py", TOP_LEVEL, check_sizes, may_change=("trainer.max_rounds=",))
+TRAIN = Entry("train.py", TOP_LEVEL, check_sizes, check_run, may_change=("trainer.max_rounds=",))
 
 
 def run(cfg: DictConfig) -> dict[str, float]:
