@@ -223,7 +223,7 @@ def test_every_metric_is_registered() -> None:
     names = [span for span in spans(pages) if re.fullmatch(rf"({spaces})/[\w@/]+", span) and span != HISTOGRAM]
     assert len(names) > 10
     for name in names:
-        lookup(name)
+        assert lookup(name)
 
 
 COMMANDS = [command.replace("=NAME", "=bapo_eq8") for page in PAGES.values() for command in commands(page)]

@@ -218,7 +218,7 @@ def test_avg_at_k_is_the_mean_over_every_problem_and_sample(tokenizer) -> None:
     assert len({(r.uid, r.sample_index) for r in engine.requests}) == 16
     assert {r.seed for r in engine.requests} == {derive_seed(1, "eval", f"test/{i}", s) for i in range(4) for s in range(4)}
     for name in found:
-        lookup(f"eval/a-set_1/{name}")
+        assert lookup(f"eval/a-set_1/{name}")
 
 
 def test_the_tasks_own_answer_votes_and_what_could_not_be_verified_counts_apart(tokenizer) -> None:

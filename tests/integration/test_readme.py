@@ -256,4 +256,4 @@ def test_every_metric_is_registered() -> None:
     names = [span for span in SPANS if re.fullmatch(rf"({spaces}|eval)/[\w@/]+", span)]
     assert names
     for name in names:
-        lookup(name)
+        assert lookup(name)

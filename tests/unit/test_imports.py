@@ -160,7 +160,7 @@ def test_imports_go_upwards(path: str, source: str) -> None:
         ("losses/new.py", "from bapo import metrics", "bapo.metrics"),
         ("losses/new.py", "import numpy as np", "numpy"),
         ("data/new.py", "if TYPE_CHECKING:\n    from bapo.module import BapoModule", "bapo.module"),
-        ("data/new.py", "from bapo.training.train import build_parts", "bapo.training.fit"),
+        ("data/new.py", "from bapo.training.train import build_parts", "bapo.training.train"),
         ("types.py", "from .metrics import METRICS", "bapo.metrics"),
     ],
 )

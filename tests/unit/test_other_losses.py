@@ -512,6 +512,6 @@ def test_values_out_of_bounds_are_refused(make: Callable[[], object], message: s
 )
 def test_the_files_of_conf_hold_the_numbers_of_their_sources(name: str, loss: object) -> None:
     file = OmegaConf.load(Path(__file__).parents[2] / "conf" / "loss" / f"{name}.yaml")
-    values = dict(OmegaConf.to_container(file))  # type: ignore[arg-type]
+    values = dict(OmegaConf.to_container(file.get("loss", file)))  # type: ignore[arg-type]
     assert values.pop("_target_") == f"bapo.losses.{type(loss).__name__}"
     assert type(loss)(**values) == loss

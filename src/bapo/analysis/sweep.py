@@ -7,6 +7,7 @@ deviation over them, of each metric's mean over the last SHARE of a run's update
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from bapo.analysis.figures import STEP, held_out_names
 from bapo.analysis.labels import distinguish, flatten
 from bapo.analysis.report import read_config, read_rows
 from bapo.evaluation.folder import markdown
-from bapo.metrics import lookup
 
 METRICS = ("rollout/reward_mean", "policy/entropy", "policy/clip_frac", "staleness/mean")
 APART = ("seed", "name")
@@ -45,8 +45,13 @@ def late_mean(rows: Sequence[dict[str, float]], metric: str, share: float) -> fl
 
 
 def table(runs: Sequence[Path], share: float = 0.25, metrics: Sequence[str] = ()) -> str:
-    """Markdown. metrics: () for the held-out scores and `METRICS`."""
+    """Markdown. metrics: () for the held-out scores and `METRICS`. ValueError for one that no run has logged."""
     every = {run: read_rows(run) for run in runs}
+    logged = sorted({name for rows in every.values() for row in rows for name in row})
+    for metric in metrics:
+        if metric not in logged:
+            near = difflib.get_close_matches(metric, logged, n=1)
+            raise ValueError(f"--metric is {metric!r}, which no run has logged" + (f"; nearest: {near[0]!r}" if near else ""))
     shown = metrics or [*dict.fromkeys(name for rows in every.values() for name in held_out_names(rows)), *METRICS]
     configs = {run: read_config(run) for run in runs}
     settings = [{key: value for key, value in config.items() if key not in APART} for config in configs.values()]
@@ -100,12 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not 0 < args.last <= 1:
         parser.error(f"--last is {args.last}; it must be in (0, 1]")
     try:
-        for name in args.metric:
-            lookup(name)
         runs = runs_below(args.folders)
         text = table(runs, args.last, args.metric)
-    except (ValueError, KeyError) as error:
-        parser.error(str(error.args[0]))
+    except ValueError as error:
+        parser.error(str(error))
     for warning in warnings(args.folders, runs):
         print(f"warning: {warning}", file=sys.stderr)
     print(text, end="")

@@ -93,7 +93,7 @@ def _is_call(node: Any) -> bool:
 def _is_light(node: Mapping[str, Any]) -> bool:
     """True for targets whose import costs nothing beyond torch: this package's own, but for callbacks and loggers."""
     target = str(node["_target_"])
-    heavy = ("bapo.training.", "bapo.evaluation.callback")
+    heavy = ("bapo.training.", "bapo.evaluation.callback", "bapo.analysis.")
     return target.startswith(("bapo.", "torch.optim.")) and not target.startswith(heavy)
 
 

@@ -22,7 +22,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from bapo.training.callbacks.checkpoint import AtomicCheckpoints
 from bapo.training.callbacks.progress import ProgressDisplay
-from bapo.training.callbacks.report import Report
 from bapo.training.callbacks.stop import StopOnSignal
 from bapo.training.job import Job
 from bapo.training.loggers import finish, make_loggers
@@ -97,9 +96,9 @@ def _run_in_folder(job: Job, training: Callable[[Job, ExitStack], Training]) -> 
     step = int(metrics["trainer/global_step"])
     status = "interrupted" if stopped_by else "finished"
     write_status(folder, status, global_step=step, seconds=round(time.time() - start, 1))
-    for report in (c for c in job.parts["callbacks"].values() if isinstance(c, Report)):
-        if step and is_main_process():
-            report.write(folder)
+    for callback in job.parts["callbacks"].values():
+        if step and is_main_process() and hasattr(callback, "on_run_end"):  # a hook beyond Lightning's: the report's
+            callback.on_run_end(folder)
     if stopped_by:
         if is_main_process():
             log.info("stopped after %d updates; to resume: %s", step, again)
