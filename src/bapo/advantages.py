@@ -1,6 +1,8 @@
 """Group-relative advantages: a response is judged against the other responses to its own prompt.
 
-Each is computed over every group drawn for a pool; groups of equal rewards leave the pool afterwards (`zero_variance`).
+Each is computed over every group generated for a pool; groups of equal rewards leave the pool afterwards (`zero_variance`).
+Rewards are [N], uids name the group of each row, advantages are float32 [N]. Sums are exact (math.fsum), so the order of the
+rows cannot change a bit; a group of equal rewards, one of size 1 included, gets exactly 0.
 """
 
 from __future__ import annotations
@@ -24,11 +26,9 @@ class GroupRelativeAdvantage:
     eps: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.eps < math.inf:
-            raise ValueError(f"eps is {self.eps}; it must be >= 0 and finite")
+        _check_eps(self.eps)
 
     def __call__(self, rewards: Tensor, uids: Sequence[str]) -> Tensor:
-        """Advantages of rewards [N] in groups named by `uids`, float32 [N]."""
         return group_advantages(rewards, uids, self.normalize_std, self.eps)
 
 
@@ -37,11 +37,9 @@ class LeaveOneOutAdvantage:
     """A_i = R_i - mean of the other rewards of its group = G / (G - 1) (R_i - mean(group)). Source: RLOO, arXiv 2402.14740."""
 
     def __call__(self, rewards: Tensor, uids: Sequence[str]) -> Tensor:
-        """Advantages of rewards [N] in groups named by `uids`, float32 [N]."""
-        values, groups = _groups(rewards, uids)
-        centred = _centred(values, groups)
-        sizes = {row: len(rows) for rows in groups for row in rows}
-        return _tensor([sizes[row] * c / (sizes[row] - 1) if c else 0.0 for row, c in enumerate(centred)], rewards)
+        groups = _groups(rewards, uids)
+        sizes = {row: len(group) for group in groups for row in group}
+        return _tensor({row: sizes[row] * c / (sizes[row] - 1) if c else 0.0 for row, c in _centred(groups).items()}, rewards)
 
 
 @dataclass(frozen=True)
@@ -55,72 +53,68 @@ class BatchNormalizedAdvantage:
     eps: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.eps < math.inf:
-            raise ValueError(f"eps is {self.eps}; it must be >= 0 and finite")
+        _check_eps(self.eps)
 
     def __call__(self, rewards: Tensor, uids: Sequence[str]) -> Tensor:
-        """Advantages of rewards [N] in groups named by `uids`, float32 [N]."""
-        values, groups = _groups(rewards, uids)
-        centred = _centred(values, groups)
-        squares = math.fsum(c**2 for c in centred)
+        centred = _centred(_groups(rewards, uids))
+        squares = math.fsum(c**2 for c in centred.values())
         scale = math.sqrt(squares / (len(centred) - 1)) + self.eps if squares else 1.0
-        return _tensor([c / scale for c in centred], rewards)
+        return _tensor({row: c / scale for row, c in centred.items()}, rewards)
 
 
 def group_advantages(rewards: Tensor, uids: Sequence[str], normalize_std: bool = True, eps: float = 0.0) -> Tensor:
-    """Rewards centred within their group and divided by its sample std, float32 [N]; rows may come in any order.
+    """Rewards centred within their group and divided by its sample std; rows may come in any order.
 
-    rewards: [N]; uids: the group of each row, by identity. A group of equal rewards, one of size 1 included, gets exactly 0.
-    Sums are exact (math.fsum), so the order of the rows cannot change a bit. Errors: ValueError for a reward that is not
-    finite or a length that differs.
+    Errors: ValueError for a reward that is not finite or a length that differs.
     """
-    values, groups = _groups(rewards, uids)
-    advantages = _centred(values, groups)
-    for rows in groups if normalize_std else ():
-        squares = math.fsum(advantages[row] ** 2 for row in rows)
+    groups = _groups(rewards, uids)
+    advantages = _centred(groups)
+    for group in groups if normalize_std else ():
+        squares = math.fsum(advantages[row] ** 2 for row in group)
         if squares:
-            scale = math.sqrt(squares / (len(rows) - 1)) + eps
-            for row in rows:
+            scale = math.sqrt(squares / (len(group) - 1)) + eps
+            for row in group:
                 advantages[row] /= scale
     return _tensor(advantages, rewards)
 
 
 def zero_variance(rewards: Tensor, uids: Sequence[str]) -> Tensor:
     """Rows whose whole group has equal rewards, and so nothing to teach; bool [N]. A group of one is such a group."""
-    values, groups = _groups(rewards, uids)
-    equal = [False] * len(values)
-    for rows in groups:
-        if len({values[row] for row in rows}) == 1:
-            for row in rows:
-                equal[row] = True
-    return torch.tensor(equal, dtype=torch.bool, device=rewards.device)
+    equal = torch.zeros(len(uids), dtype=torch.bool, device=rewards.device)
+    for group in _groups(rewards, uids):
+        if len(set(group.values())) == 1:
+            equal[list(group)] = True
+    return equal
 
 
-def _groups(rewards: Tensor, uids: Sequence[str]) -> tuple[list[float], list[list[int]]]:
-    """Rewards as float64 numbers, and the row numbers of every group."""
+def _groups(rewards: Tensor, uids: Sequence[str]) -> list[dict[int, float]]:
+    """Row number -> reward, in float64, of every group."""
     values: list[float] = rewards.double().tolist()
     if len(values) != len(uids):
         raise ValueError(f"uids has {len(uids)} entries for {len(values)} rewards; there must be one per reward")
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, dict[int, float]] = {}
     for row, (value, uid) in enumerate(zip(values, uids, strict=True)):
         if not math.isfinite(value):
             raise ValueError(f"reward of row {row} (prompt {uid!r}) is {value}; it must be finite")
-        groups.setdefault(uid, []).append(row)
-    return values, list(groups.values())
+        groups.setdefault(uid, {})[row] = value
+    return list(groups.values())
 
 
-def _centred(values: list[float], groups: list[list[int]]) -> list[float]:
-    """Every value less the exact mean of its group, in float64; exactly 0 in a group of equal values or of one."""
-    centred = [0.0] * len(values)
-    for rows in groups:
-        members = [values[row] for row in rows]
-        if max(members) == min(members):  # asked of the rewards: their rounded mean need not equal them
-            continue
-        mean = math.fsum(members) / len(members)
-        for row in rows:
-            centred[row] = values[row] - mean
+def _centred(groups: list[dict[int, float]]) -> dict[int, float]:
+    """Row number -> reward less the exact mean of its group; exactly 0 in a group of equal rewards, whatever rounding says."""
+    centred: dict[int, float] = {}
+    for group in groups:
+        mean = math.fsum(group.values()) / len(group)
+        equal = len(set(group.values())) == 1
+        centred |= {row: 0.0 if equal else value - mean for row, value in group.items()}
     return centred
 
 
-def _tensor(advantages: list[float], rewards: Tensor) -> Tensor:
-    return torch.tensor(advantages, dtype=torch.float32, device=rewards.device)
+def _tensor(advantages: dict[int, float], rewards: Tensor) -> Tensor:
+    ordered = [advantages[row] for row in range(len(advantages))]
+    return torch.tensor(ordered, dtype=torch.float32, device=rewards.device)
+
+
+def _check_eps(eps: float) -> None:
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps is {eps}; it must be >= 0 and finite")

@@ -471,7 +471,7 @@ def chat(*roles: str, content: Any = "x") -> list[dict[str, Any]]:
         ({"prompt": "a"}, None, r"has no column response \(it has prompt\)"),
         ({"prompt": "a", "response": ""}, None, "row 0: its response is ''; it must be a text, and not empty"),
         ({"prompt": 3, "response": "b"}, None, "row 0: its prompt is 3"),
-        ({"m": chat("user")}, "m", "row 0: its roles are user; they must be maybe system, then user, assistant"),
+        ({"m": chat("user")}, "m", "row 0: its roles are user; they must be an optional system, then user, assistant"),
         ({"m": chat("user", "assistant", "user")}, "m", "row 0: its roles are user, assistant, user"),
         ({"m": chat("assistant", "user")}, "m", "row 0: its roles are assistant, user"),
         ({"m": chat("user", "assistant", content="")}, "m", "row 0: its content of message 0 is ''"),

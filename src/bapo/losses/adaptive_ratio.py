@@ -25,9 +25,9 @@ class AdaptiveRatioLoss(Loss):
     e <- max(shrink e, narrowest) if g < 0.5. Without positive mass g is infinite, without any mass 1. The write-up adds an
     entropy bonus of 0.01, which is objective.entropy_bonus here. Masses are the surrogate's.
 
-    width: the first e, as a ratio's distance from 1. e is training state, and the reason that this class is not frozen:
-    `choose` moves it at every call, also when the update is then skipped. It stays on the tally's device, unread by the host;
-    `state_dict` reads it. Errors: ValueError unless 0 < narrowest <= width <= widest < 1, grow >= 1 and 0 < shrink <= 1.
+    width: the first e, as a ratio's distance from 1. e is training state, so the class is not frozen: every `choose` moves it.
+    It stays on the tally's device until `state_dict` reads it.
+    Errors: ValueError unless 0 < narrowest <= width <= widest < 1, grow >= 1 and 0 < shrink <= 1.
     """
 
     width: float = 0.2
@@ -50,7 +50,7 @@ class AdaptiveRatioLoss(Loss):
         self.load_state_dict({"width": self.width})
 
     def state_dict(self) -> dict[str, float]:
-        """{"width": e}: the width of the next update. Reads the device."""
+        """{"width": e}: the width of the next update; reads the device."""
         return {"width": float(self._width)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -62,7 +62,7 @@ def plan_update(
         mask = micro.batch.response_mask
         parts = [mask.sum(dtype=torch.float64)[None], objective.count(mask)[None]]
         if whole:
-            known = not loss.adaptive or micro.is_fresh(version)
+            known = not loss.adaptive or micro.on_policy(version)
             values = micro.batch.behaviour_logprobs if known else logprobs(index).detach()
             parts.append(loss.tally(micro.loss_inputs(values)))
         sums.append(torch.cat(parts))

@@ -34,14 +34,12 @@ def token_logprobs(
             entropy = -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
         return logprobs.gather(-1, y[:, None]).squeeze(-1), entropy
 
-    if len(targets) <= chunk_tokens:  # nothing to save: one chunk is the bound anyway
+    if len(targets) <= chunk_tokens:  # one chunk is the bound anyway
         return chunk(hidden, targets)
+    pairs = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
     if torch.is_grad_enabled():
-        parts = [
-            checkpoint(chunk, h, y, use_reentrant=False, preserve_rng_state=False)
-            for h, y in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-        ]
+        parts = [checkpoint(chunk, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in pairs]
     else:
-        parts = [chunk(h, y) for h, y in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)]
+        parts = [chunk(h, y) for h, y in pairs]
     logprobs, entropy = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)

@@ -31,10 +31,7 @@ def cut_by_tokens(lengths: Tensor, token_budget: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class SeenPart:
-    """A micro-batch as the update saw it before its step: rows of the mini-batch, int64 [B]; `entropy` [B, T]; bounds.
-
-    ratio, clipped: as in `LossOutput`.
-    """
+    """A micro-batch before the update's step: its rows of the mini-batch, int64 [B]; `entropy`, `ratio`, `clipped` [B, T]."""
 
     rows: Tensor
     inputs: LossInputs
@@ -62,9 +59,9 @@ class MicroBatch:
         )
 
     def seen(self, rows: Tensor, inputs: LossInputs, entropy: Tensor, bounds: ClipBounds, output: LossOutput) -> SeenPart:
-        """What an update has computed of this micro-batch, made of `rows` of its mini-batch; without graphs."""
+        """The values that an update has computed of this micro-batch, `rows` of its mini-batch; without graphs."""
         return SeenPart(rows, inputs.detached(), entropy.detach(), bounds, output.ratio, output.clipped)
 
-    def is_fresh(self, version: int) -> bool:
-        """Did the weights of `version` draw every token?"""
+    def on_policy(self, version: int) -> bool:
+        """True if the policy of `version` generated every token."""
         return bool((self.batch.policy_version[self.batch.response_mask] == version).all())

@@ -1,4 +1,4 @@
-"""Demonstrations as texts: what a task shows, or the rows of a file or of a data set of the hub."""
+"""Demonstrations as texts: those of a task, or the rows of a file or of a data set of the hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bapo.tasks.rows import BUILDERS, Rows
 
 @dataclass(frozen=True)
 class Demonstration:
-    """`response` to `prompt`. A chat may have a `system` text and `turns` (question, answer) before; they are read only."""
+    """`response` to `prompt`. A chat may have a `system` text and earlier `turns` (question, answer), which are read only."""
 
     prompt: str
     response: str
@@ -44,11 +44,11 @@ class TaskDemonstrations:
 
 @dataclass(frozen=True)
 class FileDemonstrations:
-    """Called with a task, which it does not need: the rows of a JSONL or Parquet file, or of a data set of the hub.
+    """Called with a task, which it ignores: the rows of a JSONL or Parquet file, or of a data set of the hub.
 
-    path: as in `bapo.tasks.rows.Rows`, with name, revision and split. prompt, response: columns of texts. messages: instead of
-    these, a column of chats, lists of {role, content}: maybe a system turn, then user and assistant in turns; the last turn of
-    the assistant is the response. rows: the first ones, all for None.
+    path, name, revision, split: as in `bapo.tasks.rows.Rows`. prompt, response: columns of texts. messages: instead of these, a
+    column of chats, lists of {role, content}: an optional system turn, then user and assistant in turns; the assistant's last
+    turn is the response. rows: number of first rows to take, None: all.
     """
 
     path: str
@@ -71,18 +71,18 @@ class FileDemonstrations:
         """Any task will do."""
 
     def __call__(self, task: Any) -> list[Demonstration]:
-        """ValueError, which names the row, counted from 0, for data that cannot be had or learned from."""
+        """The demonstrations. ValueError, which names the row, counted from 0, for data that cannot be read or learned from."""
         columns = [self.prompt, self.response] if self.messages is None else [self.messages]
         table = Rows(self.path, self.split, self.name, self.revision, key="data.path").read(columns)
-        found = []
+        demonstrations = []
         for number, row in enumerate(islice(table, self.rows)):
             try:
-                found.append(self._parse(row))
+                demonstrations.append(self._parse(row))
             except ValueError as error:
                 raise ValueError(f"data.path is {self.path!r}; row {number}: {error}") from error
-        if not found:
+        if not demonstrations:
             raise ValueError(f"data.path is {self.path!r}; it has no rows")
-        return found
+        return demonstrations
 
     def _parse(self, row: Mapping[str, Any]) -> Demonstration:
         if self.messages is not None:
@@ -97,14 +97,14 @@ def _chat(messages: Any) -> Demonstration:
     begins = 1 if roles[:1] == ["system"] else 0
     pairs = len(roles[begins:]) // 2
     if not pairs or roles[begins:] != ["user", "assistant"] * pairs:
-        what = "maybe system, then user, assistant, user, assistant ..."
-        raise ValueError(f"its roles are {', '.join(map(str, roles))}; they must be {what}")
+        order = "an optional system, then user, assistant, user, assistant ..."
+        raise ValueError(f"its roles are {', '.join(map(str, roles))}; they must be {order}")
     texts = [_text(f"content of message {place}", m["content"]) for place, m in enumerate(messages)]
     turns = list(zip(texts[begins::2], texts[begins + 1 :: 2], strict=True))
     return Demonstration(*turns[-1], system=texts[0] if begins else None, turns=tuple(turns[:-1]))
 
 
-def _text(what: str, value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"its {what} is {value!r:.80}; it must be a text, and not empty")
+        raise ValueError(f"its {name} is {value!r:.80}; it must be a text, and not empty")
     return value

@@ -1,4 +1,4 @@
-"""Demonstrations as token ids, by the path that a rollout's prompt takes, and the data module that deals them out."""
+"""Demonstrations as token ids, encoded as a rollout's prompt is, and the data module that deals them out."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ TEST_ROWS = 256
 """Held-out rows that are padded to one width."""
 
 FEW = 16
-"""Held-out demonstrations, below which a mean of theirs is hardly one."""
+"""Held-out demonstrations below which their mean loss says little."""
 
 
 @dataclass(frozen=True)
 class SftOptions:
-    """`epochs` passes over the demonstrations, or, if given, `max_updates` updates, of about `batch_size` sequences each.
+    """`epochs` passes over the demonstrations, or `max_updates` updates if given, of about `batch_size` sequences each.
 
-    test_share: of the demonstrations, held out; their loss is `sft/test_loss`, before the first update, after every
-    `test_every_n_updates` and after the last. max_tokens: of prompt and response together, None for as many as the model has
-    positions; demonstrations that are longer are left out (`too_long` skip) or end the run (refuse).
+    test_share: share of the demonstrations held out; their loss is `sft/test_loss`, before the first update, after every
+    `test_every_n_updates` and after the last. max_tokens: limit of prompt and response together, None: the model's positions;
+    longer demonstrations are left out (`too_long` skip) or end the run (refuse).
     """
 
     epochs: int = 1
@@ -55,7 +55,7 @@ class SftOptions:
             raise ValueError(f"sft.test_share is {self.test_share}; it must be in [0, 1)")
 
     def updates_per_epoch(self, rows: int) -> int:
-        """So that every row is in one update of an epoch, and the updates are of like size."""
+        """Updates of like size that have every row in one of them."""
         return math.ceil(rows / self.batch_size)
 
     def total_updates(self, rows: int) -> int:
@@ -64,21 +64,21 @@ class SftOptions:
 
 @dataclass(frozen=True)
 class Row:
-    """ids: int32 [prompt | response | end of sequence], of which the first `prompt` are read and the rest is learned."""
+    """ids: int32 [prompt | response | end of sequence]; the first `prompt` of them are read, the rest is learned."""
 
     ids: Tensor
     prompt: int
 
 
 def end_of_sequence(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, frozenset[int]]:
-    """The id that ends a demonstration, and every id that ends a response, by the model's generation config.
+    """(id that ends a demonstration, all ids that end a response) of the model's generation config.
 
-    The tokenizer's own where it is one of several, as chat templates write it; else the first. ValueError if there is none.
+    The first is the tokenizer's own where it is one of several, as chat templates write it. ValueError if there is none.
     """
-    found = model.generation_config.eos_token_id
-    if found is None:
+    eos = model.generation_config.eos_token_id
+    if eos is None:
         raise ValueError("policy.path: generation_config.json names no eos_token_id; responses could never end")
-    ids = found if isinstance(found, list) else [found]
+    ids = eos if isinstance(eos, list) else [eos]
     own = tokenizer.eos_token_id
     return (own if own in ids else ids[0]), frozenset(ids)
 
@@ -90,22 +90,22 @@ def encode(
     eos: int,
     stops: frozenset[int],
 ) -> list[Row]:
-    """A row for each demonstration: the prompt's ids are those that the rollout engine would be asked with.
+    """A row for each demonstration: the prompt ids that the rollout engine would get, the response's own ids, and one `eos`.
 
-    The response's ids follow as they are, never tokenised together with the prompt's, and `eos` once: one of `stops` that a
-    response ends with already is taken off. ValueError, which tells the demonstration, for a text that cannot be tokenised.
+    The texts are never tokenised together. Ids of `stops` at the end of a response are taken off before `eos`. ValueError for a
+    text that cannot be tokenised names its demonstration.
     """
     rows = []
-    for number, shown in enumerate(demonstrations):
-        chat: dict[str, Any] = {} if shown.system is None else {"system": shown.system}
-        if shown.turns:
-            chat["examples"] = (*prompt_format.examples, *shown.turns)
+    for number, example in enumerate(demonstrations):
+        chat: dict[str, Any] = {} if example.system is None else {"system": example.system}
+        if example.turns:
+            chat["examples"] = (*prompt_format.examples, *example.turns)
         try:
-            asked = replace(prompt_format, **chat) if chat else prompt_format
-            prompt = asked.encode(tokenizer, Prompt(f"demonstration {number}", shown.prompt, ""))
-            response = list(tokenizer(shown.response, add_special_tokens=False)["input_ids"])
-        except Exception as error:  # tokenizers raises plain Exception for what they have no token for
-            raise ValueError(f"demonstration {number}, {shown.prompt!r:.80}: {error}") from error
+            layout = replace(prompt_format, **chat) if chat else prompt_format
+            prompt = layout.encode(tokenizer, Prompt(f"demonstration {number}", example.prompt, ""))
+            response = list(tokenizer(example.response, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # tokenizers raise plain Exception for a text that has no token
+            raise ValueError(f"demonstration {number}, {example.prompt!r:.80}: {error}") from error
         while response and response[-1] in stops:
             response.pop()
         rows.append(Row(torch.tensor([*prompt, *response, eos], dtype=torch.int32), len(prompt)))
@@ -113,24 +113,24 @@ def encode(
 
 
 def fitting(rows: Sequence[Row], max_tokens: int | None, positions: int, too_long: Literal["skip", "refuse"]) -> list[Row]:
-    """The rows that are short enough. ValueError for one that is not where `too_long` is refuse, or where none is left."""
+    """The rows that are short enough. ValueError for a longer one if `too_long` is refuse, or if no row is left."""
     if max_tokens is not None and max_tokens > positions:
         raise ValueError(f"sft.max_tokens is {max_tokens}; it must be <= {positions}, the positions of the model")
-    most = max_tokens or positions
-    kept = [row for row in rows if len(row.ids) <= most]
-    over = [(number, len(row.ids)) for number, row in enumerate(rows) if len(row.ids) > most]
+    limit = max_tokens or positions
+    short = [row for row in rows if len(row.ids) <= limit]
+    over = [(number, len(row.ids)) for number, row in enumerate(rows) if len(row.ids) > limit]
     if over:
-        limit = f"sft.max_tokens is {most}" if max_tokens else f"the model has {most} positions"
+        bound = f"sft.max_tokens is {limit}" if max_tokens else f"the model has {limit} positions"
         number, length = over[0]
-        what = f"{limit}; {len(over)} of {len(rows)} demonstrations are longer, such as number {number} with {length} tokens"
-        if too_long == "refuse" or not kept:
-            raise ValueError(f"{what} (sft.too_long is {too_long})")
-        log.warning("%s: left out", what)
-    return kept
+        message = f"{bound}; {len(over)} of {len(rows)} demonstrations are longer, such as number {number} with {length} tokens"
+        if too_long == "refuse" or not short:
+            raise ValueError(f"{message} (sft.too_long is {too_long})")
+        log.warning("%s: left out", message)
+    return short
 
 
 def split(rows: Sequence[Row], test_share: float) -> tuple[list[Row], list[Row]]:
-    """(to train on, held out): always the same ones of the same demonstrations, whatever the run's seed."""
+    """(training rows, held-out rows); the same demonstrations always split the same way, whatever the run's seed."""
     held = max(1, round(test_share * len(rows))) if test_share else 0
     if held >= len(rows):
         raise ValueError(f"sft.test_share is {test_share}, {held} of {len(rows)} demonstrations; it must leave one to train on")
@@ -153,7 +153,7 @@ def padded(rows: Sequence[Row], pad_id: int) -> Batch:
 
 @dataclass(frozen=True)
 class _Epoch(Sequence[MiniBatch]):
-    """The mini-batches of an epoch, each padded when it is asked for."""
+    """The mini-batches of an epoch, each padded on access."""
 
     parts: Sequence[Tensor]
     rows: Sequence[Row]
@@ -171,7 +171,7 @@ class _Epoch(Sequence[MiniBatch]):
 class SftData(L.LightningDataModule):
     """Epoch n deals the training rows out in an order that (seed, n) decides; the last epoch ends with update `total`.
 
-    `on_phase` is told "eval" and "train" as they begin; `schedule` tells a display how long an epoch is.
+    on_phase: called with "eval" and "train" as they begin. schedule: tells a display how long an epoch is.
     """
 
     def __init__(self, train: Sequence[Row], test: Sequence[Row], options: SftOptions, pad_id: int, seed: int, world: int):

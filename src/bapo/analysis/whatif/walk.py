@@ -13,15 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bapo.losses.objective import Objective, entropy_filter, entropy_histogram, entropy_threshold
+from bapo.losses.objective import Objective
+from bapo.losses.plan import plan_update, weigh_update
 from bapo.metrics import MetricParts
-from bapo.ops.microbatch import MicroBatch, SeenPart
+from bapo.ops.microbatch import SeenPart
 from bapo.protocols import Loss
 from bapo.records.clipping import clip_statistics
 from bapo.records.files import FOLDER, UpdateRecord, load_facts, load_update, record_path
 from bapo.rollouts.pool import load_pool
 from bapo.rollouts.replay_buffer import joined
-from bapo.types import Batch, ClipBounds
+from bapo.types import Batch
 
 CORNERS = {"positive_above": (2, 2), "positive_below": (2, 0), "negative_above": (0, 2), "negative_below": (0, 0)}
 """Sign of the advantage and side of the bounds -> place in `by_side`: where a token can be clipped."""
@@ -112,65 +113,38 @@ def shares(by_side: Any, tokens: float) -> tuple[float, ...]:
 @torch.no_grad()
 def replayed(folder: Path, record: UpdateRecord, rows: Rows, loss: Loss, objective: Objective) -> Choice:
     """As `BapoModule.training_step`, with the recorded log-probs in place of a model."""
-    micro_batches, logprobs = micro_batches_of(folder, record, rows, objective)
-    learned: Any = loss.state_dict() if hasattr(loss, "state_dict") else None
-    plan, denominator, tokens = planned(loss, objective, micro_batches, logprobs, record.step - 1)
+    batches, logprobs = recorded_batches(folder, record, rows)
+    micro_batches = weigh_update(batches, objective, int(record.facts["vocabulary"]), lambda counts: counts)
+    loss_state = loss.state_dict()
+    version = record.step - 1
+    plan = plan_update(micro_batches, logprobs.__getitem__, version, loss, objective, lambda sums: sums)
     parts, by_side, bounds_sum = MetricParts(), np.zeros((3, 3, 2)), torch.zeros(2, dtype=torch.float64)
     for micro, values in zip(micro_batches, logprobs, strict=True):
         inputs = micro.loss_inputs(values)
-        bounds = plan or loss.choose(loss.tally(inputs))
-        output = loss(inputs, bounds, denominator)
+        bounds = plan.bounds or loss.choose(loss.tally(inputs))
+        output = loss(inputs, bounds, plan.denominator)
         parts.add(output.metrics)
         seen = SeenPart(torch.arange(len(micro.batch)), inputs, torch.zeros_like(values), bounds, output.ratio, output.clipped)
         by_side += clip_statistics(seen)["by_side"].numpy()
         bounds_sum += torch.stack([bounds.clip_low, bounds.clip_high]) * inputs.response_mask.sum()
-    row = parts.reduce(lambda vector: vector[None], tokens)
-    if learned is not None and not math.isfinite(row["policy/loss"]):  # such an update would have been skipped
-        loss.load_state_dict(learned)
-    low, high = (torch.stack([plan.clip_low, plan.clip_high]) if plan else bounds_sum / max(1, tokens)).tolist()
+    row = parts.reduce(lambda vector: vector[None], plan.tokens)
+    if not math.isfinite(row["policy/loss"]):  # such an update would have been skipped
+        loss.load_state_dict(loss_state)
+    chosen = plan.bounds
+    low, high = (torch.stack([chosen.clip_low, chosen.clip_high]) if chosen else bounds_sum / max(1, plan.tokens)).tolist()
     positive, negative = row["bounds/positive_mass"], row["bounds/negative_mass"]
     ratio = positive / (positive + negative) if negative else 1.0
-    return Choice(low, high, ratio, row["policy/loss"], row["policy/entropy_clip_cov"], shares(by_side, tokens))
+    return Choice(low, high, ratio, row["policy/loss"], row["policy/entropy_clip_cov"], shares(by_side, plan.tokens))
 
 
-def micro_batches_of(
-    folder: Path, record: UpdateRecord, rows: Rows, objective: Objective
-) -> tuple[list[MicroBatch], list[Tensor]]:
-    """The update's micro-batches with `objective`'s weights, and the recorded log-probs [B, T] of each."""
+def recorded_batches(folder: Path, record: UpdateRecord, rows: Rows) -> tuple[list[Batch], list[Tensor]]:
+    """The update's micro-batches, and the recorded log-probs [B, T] of each."""
     cuts = np.cumsum(record.micro_batches)[:-1]
     batches = [rows.select(places) for places in np.split(record.rows, cuts)]
-    counts = torch.cat([batch.response_mask.sum(dim=1) for batch in batches])
+    masks = [batch.response_mask for batch in batches]
+    counts = torch.cat([mask.sum(dim=1) for mask in masks])
     if counts.tolist() != record.lengths.tolist():
         raise ValueError(f"{record_path(folder, record.step)} does not fit the rounds beside it: are they of another run?")
-    kept: list[Tensor | None] = [None] * len(batches)
-    if objective.top_entropy_frac < 1:
-        upper = math.log(record.facts["vocabulary"])
-        histogram = torch.stack([entropy_histogram(b.behaviour_entropy, b.response_mask, upper) for b in batches]).sum(dim=0)
-        threshold = entropy_threshold(histogram, objective.top_entropy_frac, upper)
-        kept = [entropy_filter(b.behaviour_entropy, b.response_mask, threshold) for b in batches]
-    micro_batches, logprobs = [], []
-    values = torch.from_numpy(record.logprobs).split([int(b.response_mask.sum()) for b in batches])
-    for batch, keep, part in zip(batches, kept, values, strict=True):
-        mask = batch.response_mask
-        weights, metrics = objective.weights(mask, batch.behaviour_logprobs, batch.sampler_logprobs, keep)
-        micro_batches.append(MicroBatch(batch, weights, metrics))
-        logprobs.append(torch.zeros(mask.shape).masked_scatter(mask, part))
-    return micro_batches, logprobs
-
-
-def planned(
-    loss: Loss, objective: Objective, micro_batches: list[MicroBatch], logprobs: list[Tensor], version: int
-) -> tuple[ClipBounds | None, Tensor, float]:
-    """Bounds (None: each micro-batch its own), denominator and trained tokens of the whole update."""
-    masks = [micro.batch.response_mask for micro in micro_batches]
-    denominator = torch.stack([objective.count(mask) for mask in masks]).sum()
-    tokens = float(sum(int(mask.sum()) for mask in masks))
-    if loss.bounds_scope == "micro_batch":
-        return None, denominator, tokens
-    tally: Tensor | float = 0.0
-    for micro, values in zip(micro_batches, logprobs, strict=True):
-        # Training, too, takes every ratio for 1 where the policy still is the one that sampled.
-        fresh = not loss.adaptive or micro.is_fresh(version)
-        tally = tally + loss.tally(micro.loss_inputs(micro.batch.behaviour_logprobs if fresh else values))
-    assert isinstance(tally, Tensor)
-    return loss.choose(tally), denominator, tokens
+    values = torch.from_numpy(record.logprobs).split([int(mask.sum()) for mask in masks])
+    logprobs = [torch.zeros(mask.shape).masked_scatter(mask, part) for mask, part in zip(masks, values, strict=True)]
+    return batches, logprobs
