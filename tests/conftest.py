@@ -100,7 +100,7 @@ def stand_ins(byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def replaced(*overrides: str) -> list[str]:
         for rollouts in (VLLMRollouts, VLLMServerRollouts):
             monkeypatch.setattr(rollouts, "__call__", engine)
-            monkeypatch.setattr(rollouts, "require_vllm", lambda self: None)
+            monkeypatch.setattr(rollouts, "require", lambda self: None)
         monkeypatch.setattr(SmolLM2, "__call__", lambda self, task: byte_model)
         cfg, more = composed(*overrides), []
         if cfg.trainer.accelerator == "gpu":

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from bapo.engines.weight_files import save_adapter
+from bapo.engines.weight_sync import save_adapter
 from bapo.policy.causal_lm import CausalLMPolicy, load_model, load_tokenizer
 from bapo.policy.checkpoint import with_base
 from bapo.policy.options import PolicyOptions

@@ -84,8 +84,6 @@ _TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
     ("rollout/zero_std_frac", "groups whose rewards are all equal (dropped)", "share", "global"),
     ("rollout/groups_drawn", "groups drawn for this pool", "groups", "global"),
     ("rollout/groups_lost", "groups dropped because the engine lost one of their responses", "groups", "global"),
-    ("rollout/retries", "requests repeated in the last generation (rollout=vllm_server)", "requests", "global"),
-    ("rollout/engine_restarts", "restarts of the server in the last generation (rollout=vllm_server)", "restarts", "global"),
     ("rollout/groups_kept", "groups left to train on", "groups", "global"),
     ("rollout/response_length_mean", "mean response length", "tokens", "global"),
     ("rollout/response_length_correct_mean", "mean length of responses with reward > 0; 0 if none", "tokens", "global"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -77,6 +78,31 @@ class Engine:
 
     def close(self) -> None:
         """Ends the engine's processes. Idempotent."""
+
+
+class EngineOptions:
+    """Settings of an engine, checked when they are made; called with a model, they start it.
+
+    dtype: of the weights, None for the policy's. max_model_len: tokens of prompt and response, None for the model's positions.
+    max_num_seqs: samples generated at once. gpu_memory_utilization: of a GPU, 0 if the engine reserves no share. lora_sync
+    "native": a LoRA policy arrives as an adapter of rank <= max_lora_rank, not merged. sync_dir: None for shared memory.
+    """
+
+    dtype: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 1
+    gpu_memory_utilization: float = 0.0
+    tensor_parallel_size: int = 1
+    lora_sync: Literal["merged", "native"] = "merged"
+    max_lora_rank: int = 64
+    weight_sync: Literal["files", "ipc", "nccl"] = "files"
+    sync_dir: str | None = None
+
+    def require(self) -> None:
+        """Raises ValueError if a package or a device that this engine needs is missing here."""
+
+    def __call__(self, model_path: str | Path, dtype: torch.dtype, revision: str | None, trust_remote_code: bool) -> Engine:
+        raise NotImplementedError
 
 
 class Loss:

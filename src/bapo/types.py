@@ -60,6 +60,16 @@ class Request:
         drawn: dict[str, Any] = {"response_ids": tuple(ids), "sampler_logprobs": tuple(logprobs)}
         return Sample(**vars(self), **drawn, finish_reason=finish_reason, policy_version=policy_version)
 
+    extended = answered
+
+    @property
+    def input_ids(self) -> tuple[int, ...]:
+        return self.prompt_ids
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.uid, self.sample_index
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from support import SMALL, run_experiment
+from support.engines import asked, largest_gap
 
 from bapo.data.datamodule import RolloutDataModule
 from bapo.engines.sync_check import SyncCheckError, check_sync, probe
-from bapo.engines.vllm import VLLMEngine, VLLMRollouts
-from bapo.engines.weight_files import read_header
+from bapo.engines.vllm import LocalVLLM, VLLMRollouts
+from bapo.engines.weight_sync import read_header
 from bapo.policy.causal_lm import CausalLMPolicy
 from bapo.policy.lora import Lora
 from bapo.policy.tiny_qwen3 import tiny_qwen3
-from bapo.rollouts.pool import collate
-from bapo.types import Adapter, Request, SamplingParams
+from bapo.types import Adapter, SamplingParams
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("vllm")
@@ -37,7 +37,7 @@ def new_model(tokenizer, tied: bool, seed: int = 0, spread: float = 5.0):
     return model
 
 
-def start(tmp_path_factory, tokenizer, tied: bool, **options) -> tuple[VLLMEngine, Path]:
+def start(tmp_path_factory, tokenizer, tied: bool, **options) -> tuple[LocalVLLM, Path]:
     folder = tmp_path_factory.mktemp("model")
     new_model(tokenizer, tied).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -45,21 +45,21 @@ def start(tmp_path_factory, tokenizer, tied: bool, **options) -> tuple[VLLMEngin
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory, tokenizer) -> Iterator[tuple[VLLMEngine, Path]]:
+def tied(tmp_path_factory, tokenizer) -> Iterator[tuple[LocalVLLM, Path]]:
     made = start(tmp_path_factory, tokenizer, tied=True)
     yield made
     made[0].close()
 
 
 @pytest.fixture(scope="module")
-def untied(tmp_path_factory, tokenizer) -> Iterator[tuple[VLLMEngine, Path]]:
+def untied(tmp_path_factory, tokenizer) -> Iterator[tuple[LocalVLLM, Path]]:
     made = start(tmp_path_factory, tokenizer, tied=False)
     yield made
     made[0].close()
 
 
 @pytest.fixture(scope="module")
-def native(tmp_path_factory, tokenizer) -> Iterator[tuple[VLLMEngine, Path]]:
+def native(tmp_path_factory, tokenizer) -> Iterator[tuple[LocalVLLM, Path]]:
     made = start(tmp_path_factory, tokenizer, tied=False, lora_sync="native", max_lora_rank=8)
     yield made
     made[0].close()
@@ -75,18 +75,17 @@ class Handle:
         return self.policy.token_stats(batch, token_budget=4096)
 
 
-def requests(tokenizer, count: int = 24) -> list[Request]:
+def requests(tokenizer, count: int = 24) -> list:
     prompts = ["a12345=", "b90=", "a5=", "c777="]
     texts = [prompts[i % 4] for i in range(count)]
-    return [Request(f"p{i % 4}", i // 4, 1000 + i, tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
+    return [asked(f"p{i % 4}", i // 4, 1000 + i, tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
 
 
-def gap(engine: VLLMEngine, policy: CausalLMPolicy, tokenizer, sampling: SamplingParams = SAMPLING) -> float:
-    """Largest |log-prob of vLLM - of transformers| over what vLLM draws."""
-    rollouts = engine.generate(requests(tokenizer), sampling)
-    assert len(rollouts) == 24
-    batch = collate(rollouts, torch.zeros(24), torch.zeros(24), tokenizer.pad_token_id)
-    return float((policy.token_stats(batch, 4096).logprobs - batch.sampler_logprobs)[batch.response_mask].abs().max())
+def gap(engine: LocalVLLM, policy: CausalLMPolicy, tokenizer, sampling: SamplingParams = SAMPLING) -> float:
+    """Largest |log-prob of vLLM - of transformers| over 24 samples of vLLM."""
+    samples = engine.generate(requests(tokenizer), sampling)
+    assert len(samples) == 24
+    return largest_gap(samples, policy, tokenizer.pad_token_id, token_budget=4096)
 
 
 @pytest.mark.parametrize("which", ["tied", "untied"])
@@ -189,13 +188,14 @@ def test_the_probe_sees_a_base_model_where_the_adapter_was_meant(native, tokeniz
         check_sync(probe_of(engine, policy, tokenizer), 1e-3, TEMPERATURE, 9)
 
 
-def without_repack(engine: VLLMEngine):
-    """Syncs by vLLM's own reload, which leaves a packed copy of a tied head as it was."""
+def without_repack(engine: LocalVLLM):
+    """Syncs by vLLM's own reload, which leaves a packed copy of a tied head stale."""
 
-    def rpc(method, kwargs):
-        assert method == "load_policy_weights"
-        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": kwargs["folder"]})
-        return [read_header(Path(kwargs["folder"]))]
+    def rpc(method, **arguments):
+        if method != "load_policy_weights":
+            return engine.llm.collective_rpc(method, kwargs=arguments)
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": arguments["folder"]})
+        return [read_header(Path(arguments["folder"]))[0]]
 
     return rpc
 
@@ -218,7 +218,7 @@ def test_a_run_whose_head_goes_stale_stops_in_the_same_round(tied, tokenizer, tm
         "bapo.tasks.digit_ops.DigitOps.verify", lambda self, prompts, responses: [len(r) % 2 for r in responses]
     )
     monkeypatch.setattr(
-        RolloutDataModule, "rest_engine", lambda self: monkeypatch.setattr(engine, "_rpc", without_repack(engine))
+        RolloutDataModule, "rest_engine", lambda self: monkeypatch.setattr(engine, "rpc", without_repack(engine))
     )
     with pytest.raises(SyncCheckError, match=r"version 4 .* a stale output head"):
         run_experiment(tmp_path, *overrides)

@@ -1,28 +1,31 @@
-"""A vLLM server itself, its CPU build, started by the engine: weights, keys, adapters, deaths. FAULTS 20, 21, 22, 28, 59."""
+"""A vLLM server itself, its CPU build, started by the engine: weights, adapters, keys, deaths."""
 
 import os
-import signal
+import shlex
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 import torch
+from support.engines import asked, largest_gap
 from transformers import Qwen3ForCausalLM
 
-from bapo.engines.server_engine import VLLMServerEngine
-from bapo.engines.vllm_server import VLLMServerRollouts
-from bapo.engines.watchdog import members
+from bapo.engines.process import ServerProcess
+from bapo.engines.vllm_server import ServerVLLM, VLLMServerRollouts
+from bapo.engines.watchdog import is_alive
 from bapo.policy.causal_lm import CausalLMPolicy
 from bapo.policy.lora import Lora
 from bapo.policy.tiny_qwen3 import tiny_qwen3
-from bapo.rollouts.pool import collate
-from bapo.types import Request, Sample, SamplingParams
+from bapo.protocols import EngineError
+from bapo.types import Sample, SamplingParams
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("vllm")
@@ -53,13 +56,11 @@ def folder(tmp_path_factory, tokenizer) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(folder) -> Iterator[VLLMServerEngine]:
+def engine(folder) -> Iterator[ServerVLLM]:
     """One server for all tests: adapters are switched on, and full weights go there as well."""
-    engine = VLLMServerRollouts(lora_sync="native", max_lora_rank=8, concurrency=16, **OPTIONS)(folder)
+    engine = VLLMServerRollouts(lora_sync="native", max_lora_rank=8, concurrency=16, max_retries=1, **OPTIONS)(folder)
     yield engine
-    session = engine.server.pid
     engine.close()
-    assert members(session) == []
 
 
 def another(folder: Path, seed: int) -> Qwen3ForCausalLM:
@@ -71,17 +72,19 @@ def another(folder: Path, seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def drawn(engine: VLLMServerEngine, n: int = 24, sampling: SamplingParams = SAMPLING) -> list[Sample]:
-    return engine.generate([Request(f"p{i}", i % 3, 2**62 + i, (3, 4, 5 + i % 4)) for i in range(n)], sampling)
+def generated(engine: ServerVLLM, n: int = 24, sampling: SamplingParams = SAMPLING) -> list[Sample]:
+    return engine.generate([asked(f"p{i}", i % 3, 2**62 + i, (3, 4, 5 + i % 4)) for i in range(n)], sampling)
 
 
-def gap(rollouts: list[Sample], model: torch.nn.Module) -> float:
-    """The largest difference of a log-prob between server and transformers."""
-    zeros = torch.zeros(len(rollouts))
-    batch = collate(rollouts, zeros, zeros, pad_id=0)
-    with torch.no_grad():
-        found = CausalLMPolicy(model, TEMPERATURE)(batch).logprobs
-    return float((found - batch.sampler_logprobs).abs().max())
+def gap(samples: list[Sample], model: torch.nn.Module) -> float:
+    """Largest difference of a log-prob between server and transformers."""
+    return largest_gap(samples, CausalLMPolicy(model, TEMPERATURE), token_budget=4096)
+
+
+def processes(engine: ServerVLLM) -> list[psutil.Process]:
+    """The server's processes, but for Python's resource tracker."""
+    main = psutil.Process(engine.server.process.pid)
+    return [main, *(p for p in main.children(recursive=True) if "VLLM" in p.name())]
 
 
 def test_every_sync_brings_the_weights_that_are_then_served(engine, folder):
@@ -89,30 +92,21 @@ def test_every_sync_brings_the_weights_that_are_then_served(engine, folder):
     before: list[Sample] = []
     for version, model in enumerate([Qwen3ForCausalLM.from_pretrained(folder), *(another(folder, seed) for seed in range(3))]):
         engine.load_weights(model.named_parameters(), version)
-        rollouts = drawn(engine)
-        assert gap(rollouts, model) < 1e-4
-        assert {r.policy_version for r in rollouts} == {version}
-        assert len({r.response_ids for r in rollouts}) > 12  # seeds differ, and so do samples
-        assert {r.finish_reason for r in rollouts} <= {"stop", "length"}
-        assert all((r.response_ids[-1] in engine.eos) == (r.finish_reason == "stop") for r in rollouts)
+        samples = generated(engine)
+        assert gap(samples, model) < 1e-4
+        assert {v for r in samples for v in r.versions} == {version}
+        assert len({r.response_ids for r in samples}) > 12  # seeds differ, and so do samples
+        assert {r.finish_reason for r in samples} <= {"stop", "length"}
+        assert all((r.response_ids[-1] in engine.eos) == (r.finish_reason == "stop") for r in samples)
         assert before == [] or gap(before, model) > 0.1  # the old weights would have been seen
-        assert drawn(engine) == rollouts
-        before = rollouts
+        assert generated(engine) == samples
+        before = samples
 
 
-def test_every_route_wants_the_key(engine):
-    (url,) = engine.client.urls
-    with httpx.Client(base_url=url, trust_env=False) as http:
-        for method in ("GET", "POST", "DELETE", "OPTIONS"):
-            for route in ROUTES:
-                assert http.request(method, route).status_code == 401, (method, route)
-        headers = {"authorization": f"Bearer {engine.client.key}"}
-        assert http.get("/health", headers=headers).status_code == 200
-        pickled = {"content-type": "application/octet-stream"}
-        assert http.post("/collective_rpc", headers=headers | pickled, content=b"x").status_code == 400
-    (process,) = [p for p in members(engine.server.pid) if p.pid == engine.server.pid]
-    assert not [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN and c.laddr.ip != "127.0.0.1"]
-    assert engine.client.key not in " ".join(process.cmdline()) + engine.server.log.read_text()
+def test_the_server_listens_on_a_socket_of_this_user_alone(engine):
+    assert Path(engine.client.socket).parent.stat().st_mode & 0o077 == 0
+    main = psutil.Process(engine.server.process.pid)
+    assert not [c for c in main.net_connections("inet") if c.status == psutil.CONN_LISTEN]
 
 
 def test_an_adapter_is_served_as_peft_applies_it(engine, folder):
@@ -126,47 +120,83 @@ def test_an_adapter_is_served_as_peft_applies_it(engine, folder):
                 if "lora_" in name:
                     parameter.copy_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version)))
         engine.load_adapter(policy.adapter(), version)
-        rollouts = drawn(engine)
-        assert gap(rollouts, model) < 1e-4
-        assert gap(rollouts, Qwen3ForCausalLM.from_pretrained(folder)) > 0.1
-        assert {r.policy_version for r in rollouts} == {version}
+        samples = generated(engine)
+        assert gap(samples, model) < 1e-4
+        assert gap(samples, Qwen3ForCausalLM.from_pretrained(folder)) > 0.1
+        assert {v for r in samples for v in r.versions} == {version}
 
 
-@pytest.mark.parametrize("victim", ["the server", "its engine"])
-def test_kill_9_while_it_draws_is_survived(engine, folder, victim):
-    model = another(folder, 5)
-    engine.load_weights(model.named_parameters(), 6)
-    expected = drawn(engine, 400)
-    processes = members(engine.server.pid)
-    names = {process.pid: process.name() for process in processes}
-    (pid,) = [engine.server.pid] if victim == "the server" else [pid for pid, name in names.items() if "EngineCor" in name]
-    threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-    again = drawn(engine, 400)
-    assert engine.counters["rollout/engine_restarts"] == 1
-    assert again == expected
-    assert gap(again[:24], model) < 1e-4
-    old = {process.pid for process in processes}
-    assert not old & {process.pid for process in members(engine.server.pid)}
-    assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+def test_a_server_that_is_killed_while_it_generates_ends_the_run_and_leaves_nothing(engine, folder):
+    engine.load_weights(another(folder, 5).named_parameters(), 6)
+    alive = processes(engine)
+    (core,) = [p for p in alive if "EngineCor" in p.name()]
+    threading.Timer(0.3, core.kill).start()
+    begun = time.monotonic()
+    with pytest.raises(EngineError, match=r"vLLM could not generate: (?s:.*)The end of its log:"):
+        generated(engine, 2000)
+    assert time.monotonic() - begun < 30
+    engine.close()
+    assert not any(map(is_alive, alive))
+    assert not Path(engine.client.socket).parent.exists()
+
+
+def test_a_server_of_others_wants_its_key_on_every_route_and_outlives_the_run(folder, tmp_path, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ValueError, match="Start it, with its key") as refused:
+        VLLMServerRollouts(urls=[url], max_retries=0, **OPTIONS)(folder)
+    command = shlex.split(str(refused.value).partition("by: ")[2])  # as the message says
+    switches = dict(word.split("=") for word in command[: command.index("python")])
+    command = [sys.executable, *command[command.index("python") + 1 :]]
+    key = "sentinel-key-of-the-tests"
+    environment = os.environ | switches | {"BAPO_VLLM_KEY": key, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    server = ServerProcess(command, environment, tmp_path / "log")
+    try:
+        with httpx.Client(base_url=url, trust_env=False) as http:
+            headers = {"authorization": f"Bearer {key}"}
+
+            def healthy() -> bool:
+                with suppress(httpx.HTTPError):
+                    return http.get("/health", headers=headers).status_code == 200
+                return False
+
+            server.wait_until(healthy, 300)
+            for method in ("GET", "POST", "DELETE", "OPTIONS"):
+                for route in ROUTES:
+                    assert http.request(method, route).status_code == 401, (method, route)
+            pickled = {"content-type": "application/octet-stream"}
+            assert http.post("/collective_rpc", headers=headers | pickled, content=b"x").status_code == 400
+        monkeypatch.setenv("BAPO_VLLM_KEY", key)
+        engine = VLLMServerRollouts(urls=[url], **OPTIONS)(folder)
+        model = another(folder, 7)
+        engine.load_weights(model.named_parameters(), 2)
+        assert gap(generated(engine), model) < 1e-4
+        engine.close()
+        assert server.process.poll() is None
+        assert key not in " ".join(command) + server.log.read_text()
+    finally:
+        server.stop()
 
 
 def test_nothing_outlives_a_trainer_that_is_killed_as_its_server_starts(folder, tmp_path):
     script = f"""
-from bapo.engines import vllm_server
-start = vllm_server.ServerProcess.start
-vllm_server.ServerProcess.start = lambda self: (start(self), print(self.pid, flush=True))
+from bapo.engines import process, vllm_server
+begin = process.ServerProcess.__init__
+process.ServerProcess.__init__ = lambda self, *a: (begin(self, *a), print(self.process.pid, flush=True))[0]
 vllm_server.VLLMServerRollouts(sync_dir={str(tmp_path)!r}, **{OPTIONS!r})({str(folder)!r})
 """
     trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
-    session = int(trainer.stdout.readline())
+    main = psutil.Process(int(trainer.stdout.readline()))
     deadline = time.monotonic() + 120
-    while not any("VLLM::Worker" in process.name() for process in members(session)) and time.monotonic() < deadline:
+    while not any("VLLM::Worker" in p.name() for p in main.children(recursive=True)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(members(session)) >= 3
+    alive = [main, *main.children(recursive=True)]
+    assert len(alive) >= 3
     trainer.kill()
     trainer.wait()
     deadline = time.monotonic() + 5
-    while members(session) and time.monotonic() < deadline:
+    while any(map(is_alive, alive)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert members(session) == []
+    assert not any(map(is_alive, alive))

@@ -435,7 +435,7 @@ REFUSED = {
 def test_what_cannot_be_evaluated_is_refused(command: str, small, tmp_path, monkeypatch) -> None:
     planned(*small)  # makes the embedded policy
     forbid_loading(monkeypatch)
-    monkeypatch.setattr("bapo.engines.options.VLLMOptions.require_vllm", lambda self: None)
+    monkeypatch.setattr("bapo.engines.options.VLLMOptions.require", lambda self: None)
     kept = [one for one in small if not (one.startswith(("benchmark.", "embedded.")) and "benchmark=" in command)]
     if "benchmark.b" in command:
         monkeypatch.setattr("bapo.evaluation.policy.fingerprint", lambda folder: str(folder))
@@ -625,7 +625,7 @@ def test_whatever_of_the_engine_may_change_a_number_makes_another_evaluation(sma
 
 
 def test_engine_options_are_part_of_what_is_evaluated(small: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bapo.engines.vllm.VLLMRollouts.require_vllm", lambda self: None)
+    monkeypatch.setattr("bapo.engines.vllm.VLLMRollouts.require", lambda self: None)
     vllm = (*small, "rollout=vllm")
     changes = (
         (),

@@ -64,7 +64,7 @@ def values(lines: list[Line]) -> dict[str, int | str]:
 
 @pytest.fixture(autouse=True)
 def vllm_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VLLMOptions, "require_vllm", lambda self: None)
+    monkeypatch.setattr(VLLMOptions, "require", lambda self: None)
 
 
 def explained(*overrides: str) -> dict[str, Any]:

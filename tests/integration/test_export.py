@@ -208,7 +208,7 @@ def test_an_export_that_fails_leaves_nothing(run_of, tmp_path, monkeypatch, adap
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("bapo.engines.weight_files.save_file", full)
+    monkeypatch.setattr("bapo.engines.weight_sync.save_file", full)
     monkeypatch.setattr("bapo.export.load_tokenizer", full)  # when the weights are on disk already
     with pytest.raises(OSError, match="No space left"):
         export(run_of("lora"), tmp_path / "out", adapter)

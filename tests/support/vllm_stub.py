@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socket import AF_INET, AF_UNIX
+from socketserver import TCPServer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,20 +31,24 @@ def completion(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Stub(ThreadingHTTPServer):
-    """Serves on a port of 127.0.0.1 until `stop`. `calls` are what came, by name, with bodies; the hooks decide the answers."""
+    """Serves on a free port of 127.0.0.1, or on a Unix socket, until `stop`. `calls` are the requests, by name, with bodies."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, port: int = 0, key: str | None = None):
-        super().__init__(("127.0.0.1", port), Handler)
+    def __init__(self, key: str | None = None, socket: Path | None = None):
+        self.address_family = AF_UNIX if socket else AF_INET
+        super().__init__(str(socket) if socket else ("127.0.0.1", 0), Handler)  # type: ignore[arg-type]
         self.key = key
         self.calls: list[tuple[str, Any]] = []
         self.facts = {"version": -1, "max_model_len": 64, "dtype": "float32", "logprobs_mode": "processed_logprobs"}
         self.facts |= {"default_sampling": {}, "sleep": True, "max_lora_rank": 64}
         self.complete: Callable[[dict[str, Any]], Answer] = completion
         self.answer: Callable[[str, Any], Answer | None] = lambda name, body: None  # of any other call; None: as vLLM does
-        self.load: Callable[[Path], list[int]] = lambda folder: [json.loads((folder / "sync.json").read_text())["version"], 0]
+        self.load: Callable[[Path], int] = lambda folder: json.loads((folder / "sync.json").read_text())["version"]
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer's looks up a host name
 
     @property
     def url(self) -> str:
@@ -120,19 +126,18 @@ class Handler(BaseHTTPRequestHandler):
             super().handle()
 
 
-def main(port: str, dies_after: str = "", marker: str = "") -> None:
-    """As a process of its own, with the key that its environment has; dies once, after so many completions."""
-    stub = Stub(int(port), os.environ["BAPO_VLLM_KEY"])
-    print("started with", stub.key, flush=True)  # a log that says too much
+def main(path: str, dies_after: str = "") -> None:
+    """Serve on a Unix socket as a process of its own; die after so many completions."""
+    stub = Stub(socket=Path(path))
+    print("started", flush=True)
 
-    def dying(body: dict[str, Any]) -> Answer:
-        if len(stub.bodies("/v1/completions")) > int(dies_after) and not Path(marker).exists():
-            Path(marker).touch()
+    def complete(body: dict[str, Any]) -> Answer:
+        if dies_after and len(stub.bodies("/v1/completions")) > int(dies_after):
+            print("out of memory", flush=True)
             os._exit(1)
-        print("drew", body["seed"], flush=True)
         return completion(body)
 
-    stub.complete = dying if dies_after else completion
+    stub.complete = complete
     stub.serve_forever()
 
 

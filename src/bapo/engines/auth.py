@@ -18,9 +18,9 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class KeyOnEveryRoute:
-    """ASGI middleware: whoever does not send `Authorization: Bearer KEY` gets 401, whatever the route.
+    """ASGI middleware that answers 401 on any route to a request without `Authorization: Bearer KEY`.
 
-    The key is the environment variable `KEY_VARIABLE`; without one there, everything is refused. With the right key, bodies
+    The key is the environment variable `KEY_VARIABLE`; if it is not set, every request is refused. With the right key, bodies
     above `MAX_BODY_BYTES` or of unknown size get 413 or 411, bodies that are not JSON 400, and web sockets are closed.
     """
 
@@ -40,10 +40,10 @@ class KeyOnEveryRoute:
             await self.app(scope, receive, send)
 
     def _refusal(self, scope: MutableMapping[str, Any]) -> int | None:
-        """The HTTP status to refuse a request with, None for a good one."""
+        """Return the HTTP status to refuse a request with, None for a good one."""
         headers = {name.lower(): value for name, value in scope["headers"]}
-        given = headers.get(b"authorization", b"")
-        if not self.key or not secrets.compare_digest(given, b"Bearer " + self.key):
+        credentials = headers.get(b"authorization", b"")
+        if not self.key or not secrets.compare_digest(credentials, b"Bearer " + self.key):
             return 401
         if b"transfer-encoding" in headers:
             return 411

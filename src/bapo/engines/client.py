@@ -1,4 +1,4 @@
-"""HTTP to vLLM servers that hold the same weights: calls to all of them at once."""
+"""HTTP to vLLM servers that hold the same weights, over TCP or a Unix socket."""
 
 from __future__ import annotations
 
@@ -6,88 +6,130 @@ import asyncio
 import ipaddress
 import random
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
-from bapo.protocols import EngineError
-
 BACKOFF_S = (0.5, 8.0)  # before the first retry, doubled for each further one, and the longest
 CONNECT_S = 10.0
 FACTS_S = 60.0  # workers answer between two steps of the model
-WATCH_S = 0.5
 TEXT_LIMIT = 300  # of a server's answer in a message
+COMPLETIONS = "/v1/completions"
 RPC = "/collective_rpc"
-FACTS = {"method": "policy_facts"}
 
 Result = TypeVar("Result")
 
 
-class ServerFault(EngineError):
-    """A request that failed: by HTTP `status`; without one nobody listens (`unreachable`) or no answer is in time (`late`)."""
+class ServerFault(RuntimeError):
+    """A request that failed: `status` of the HTTP answer, None if no answer came; late: if none came in time."""
 
-    def __init__(self, message: str, status: int | None = None, unreachable: bool = False, late: bool = False):
+    def __init__(self, message: str, status: int | None = None, late: bool = False):
         super().__init__(message)
         self.status = status
-        self.unreachable = unreachable
         self.late = late
-
-    @property
-    def passing(self) -> bool:
-        """May it go well another time?"""
-        return self.status is None or self.status >= 500 or self.status in (408, 429)
-
-
-class ServersGone(EngineError):
-    """No server is left that could answer."""
 
 
 @dataclass(frozen=True)
 class ServerClient:
-    """Reaches `urls`. timeout_s: of one request; concurrency: requests under way, per server; died: is it known to be gone?
+    """Reaches `urls`; with `socket`, the one url is only a name. timeout_s: of one request; concurrency: per server.
 
-    `key`, if there is one, goes along in the `Authorization` header and appears in no message.
+    A request is repeated up to `max_retries` times, with growing pauses, after a broken connection, and a completion also after
+    5xx, 408 and 429; never after a timeout. `key` goes into the `Authorization` header and appears in no message.
     """
 
     urls: tuple[str, ...]
-    key: str | None
     timeout_s: float
     max_retries: int
     concurrency: int
-    died: Callable[[], bool] = lambda: False
+    key: str | None = field(default=None, repr=False)
+    socket: str | None = None
 
-    def __repr__(self) -> str:
-        return f"ServerClient({', '.join(self.urls)})"
+    def call(self, path: str, body: Any = None, timeout_s: float | None = None) -> dict[str, Any]:
+        """POST to every server at once. Returns url -> JSON answer, or the ServerFault that came instead."""
 
-    @asynccontextmanager
-    async def connections(self) -> AsyncIterator[httpx.AsyncClient]:
-        kept = self.concurrency * len(self.urls)
-        async with httpx.AsyncClient(
+        async def one(http: httpx.AsyncClient, url: str) -> Any:
+            try:
+                return await self._post(http, url, path, body, timeout_s or self.timeout_s)
+            except ServerFault as fault:
+                return fault
+
+        async def every() -> list[Any]:
+            async with self._connections() as http:
+                return await asyncio.gather(*(one(http, url) for url in self.urls))
+
+        return dict(zip(self.urls, run(every()), strict=True))
+
+    def facts(self) -> dict[str, Any]:
+        """Return url -> what `PolicyWorker.policy_facts` says in each of its workers, or the ServerFault that came instead."""
+        answers = self.call(RPC, {"method": "policy_facts"}, min(self.timeout_s, FACTS_S))
+        return {url: _checked_facts(url, answer) for url, answer in answers.items()}
+
+    def complete(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """POST completions, spread over the servers. Returns JSON answers, or the ServerFault of one that was refused.
+
+        Raises ServerFault if a server gives no answer to one of them.
+        """
+        slots = asyncio.Semaphore(self.concurrency * len(self.urls))
+
+        async def one(http: httpx.AsyncClient, url: str, body: Any) -> Any:
+            async with slots:  # kept for the retries: they do not queue behind requests that have not begun
+                try:
+                    return await self._post(http, url, COMPLETIONS, body, self.timeout_s)
+                except ServerFault as fault:
+                    if fault.status is None:
+                        raise
+                    return fault
+
+        async def every() -> list[Any]:
+            urls = (self.urls[index % len(self.urls)] for index in range(len(bodies)))
+            async with self._connections() as http, asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(http, url, body)) for url, body in zip(urls, bodies, strict=True)]
+            return [task.result() for task in tasks]
+
+        try:
+            return run(every())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def _connections(self) -> httpx.AsyncClient:
+        # A server closes a connection that is idle for long; to meet one closed just now would look like a failure.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=1.0)
+        secure = any(url.startswith("https:") for url in self.urls)
+        return httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
-            timeout=httpx.Timeout(None, connect=CONNECT_S),  # `send` limits the request as a whole
-            # A server closes a connection that is idle for long; to find one closed just now would look like a failure.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=kept, keepalive_expiry=1.0),
-            verify=ssl.create_default_context() if any(url.startswith("https:") for url in self.urls) else False,
+            timeout=httpx.Timeout(None, connect=CONNECT_S),  # `_send` limits the request as a whole
+            limits=limits,
+            verify=ssl.create_default_context() if secure else False,
+            transport=httpx.AsyncHTTPTransport(uds=self.socket, limits=limits) if self.socket else None,
             trust_env=not all(map(is_loopback, self.urls)),  # a proxy cannot reach this machine's own address
-        ) as http:
-            yield http
+        )
 
-    async def send(self, http: httpx.AsyncClient, url: str, path: str, body: Any, timeout_s: float) -> Any:
-        """The JSON answer to a POST, None to an answer of another kind. Raises ServerFault."""
-        where = url + path.partition("?")[0]
+    async def _post(self, http: httpx.AsyncClient, url: str, path: str, body: Any, timeout_s: float) -> Any:
+        for attempt in range(self.max_retries + 1):
+            try:
+                return await self._send(http, url, path, body, timeout_s)
+            except ServerFault as fault:
+                busy = path == COMPLETIONS and fault.status and (fault.status >= 500 or fault.status in (408, 429))
+                if fault.late or (fault.status and not busy) or attempt == self.max_retries:
+                    raise
+            first, longest = BACKOFF_S  # spread, so that requests which failed together do not come back together
+            await asyncio.sleep(min(first * 2**attempt, longest) * random.SystemRandom().uniform(0.5, 1.0))
+        raise AssertionError("unreachable")
+
+    async def _send(self, http: httpx.AsyncClient, url: str, path: str, body: Any, timeout_s: float) -> Any:
+        """Return the JSON answer to a POST, None for an answer of another kind. Raises ServerFault."""
+        where = (self.socket or url) + path.partition("?")[0]
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await http.post(url + path, json=body)
         except TimeoutError:
             raise ServerFault(f"{where}: no answer within {timeout_s:.3g} s", late=True) from None
         except httpx.HTTPError as error:
-            unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            raise ServerFault(f"{where}: {type(error).__name__} {self._safe(str(error))}", unreachable=unreachable) from None
+            raise ServerFault(f"{where}: {type(error).__name__} {self._safe(str(error))}") from None
         if answer.status_code != 200:
             raise ServerFault(f"{where}: HTTP {answer.status_code} {self._safe(answer.text)}", answer.status_code)
         try:
@@ -98,97 +140,28 @@ class ServerClient:
     def _safe(self, text: str) -> str:
         return (text.replace(self.key, "***") if self.key else text)[:TEXT_LIMIT]
 
-    def call(
-        self,
-        path: str,
-        body: Any = None,
-        timeout_s: float | None = None,
-        urls: Sequence[str] | None = None,
-        attempts: int | None = None,
-    ) -> dict[str, Any]:
-        """POSTs to all `urls` at once (None: every one). Url -> JSON answer, or the ServerFault that came instead.
 
-        A connection that breaks is tried again, up to `attempts` in all (None: `max_retries` + 1); an answer is one, be it 500.
-        """
-        chosen = self.urls if urls is None else urls
-        limit, most = timeout_s or self.timeout_s, attempts or self.max_retries + 1
-
-        async def call_all() -> list[Any]:
-            async with self.connections() as http:
-                return await asyncio.gather(*(self._call_one(http, url, path, body, limit, most) for url in chosen))
-
-        return dict(zip(chosen, self.run(call_all()), strict=True))
-
-    async def _call_one(self, http: httpx.AsyncClient, url: str, path: str, body: Any, timeout_s: float, attempts: int) -> Any:
-        for attempt in range(attempts):
-            try:
-                return await self.send(http, url, path, body, timeout_s)
-            except ServerFault as fault:
-                gone = self.died() or (fault.unreachable and len(self.urls) > 1)
-                if fault.status is not None or fault.late or gone or attempt + 1 == attempts:
-                    return fault
-            await asyncio.sleep(backoff(attempt))
-        raise AssertionError("attempts is 0")
-
-    def facts(
-        self, urls: Sequence[str] | None = None, timeout_s: float | None = None, attempts: int | None = None
-    ) -> dict[str, Any]:
-        """Url -> what `PolicyWorker.policy_facts` says in each of its workers, or the ServerFault that came instead."""
-        answers = self.call(RPC, FACTS, timeout_s or min(self.timeout_s, FACTS_S), urls, attempts)
-        return {
-            url: answer if isinstance(answer, ServerFault) else _facts(answer) or ServerFault(f"{url}{RPC}: no facts", 200)
-            for url, answer in answers.items()
-        }
-
-    def there(self, attempts: int | None = None) -> bool:
-        """Does a server answer, and do its workers?"""
-        try:
-            facts = self.facts(timeout_s=CONNECT_S, attempts=attempts)
-        except ServersGone:
-            return False
-        return any(not isinstance(answer, ServerFault) for answer in facts.values())
-
-    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs it to its end, in a thread of its own where this one runs an event loop already, as a notebook's does.
-
-        Raises ServersGone when the server dies meanwhile: without its workers it can leave a request open for ever.
-        """
-
-        async def watched() -> Result:
-            task = asyncio.ensure_future(work)
-            try:
-                while not (await asyncio.wait([task], timeout=WATCH_S))[0]:
-                    if self.died():
-                        raise ServersGone("processes of the server have ended")
-                return task.result()
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(watched())
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(asyncio.run, watched()).result()
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine to its end, in a thread of its own where this one has an event loop already, as a notebook's does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
-def _facts(answer: Any) -> list[dict[str, Any]]:
-    """The workers' facts in an answer, [] if it holds something else."""
-    found = answer.get("results") if isinstance(answer, dict) else None
-    if not isinstance(found, list):
-        return []
-    return found if all(isinstance(facts, dict) and isinstance(facts.get("version"), int) for facts in found) else []
-
-
-def backoff(attempt: int) -> float:
-    """Seconds before the next attempt, spread so that requests which failed together do not come back together."""
-    first, longest = BACKOFF_S
-    return min(first * 2**attempt, longest) * random.SystemRandom().uniform(0.5, 1.0)  # no seeded generator is touched
+def _checked_facts(url: str, answer: Any) -> Any:
+    if isinstance(answer, ServerFault):
+        return answer
+    workers = answer.get("results") if isinstance(answer, dict) else None
+    if not workers or not all(isinstance(facts, dict) and isinstance(facts.get("version"), int) for facts in workers):
+        return ServerFault(f"{url}{RPC}: the answer is not that of the worker extension", 200)
+    return workers
 
 
 def is_loopback(url: str) -> bool:
-    """Does the url name this machine's own address, which no other machine can reach?"""
+    """Tell if the url names this machine's own address, which no other machine can reach."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback

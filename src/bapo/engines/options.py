@@ -1,4 +1,4 @@
-"""What both vLLM engines can be told, and what vLLM is told for it."""
+"""Settings that both vLLM engines share, and the arguments and environment that vLLM gets for them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from typing import Any, Literal
 import torch
 
 from bapo.engines.worker import WORKER
+from bapo.protocols import EngineOptions
 
 ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM knows
+NOT_FOR_VLLM = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_API_KEY")
 
 
 @dataclass(frozen=True)
-class VLLMOptions:
-    """Of a vLLM engine; null leaves a choice to vLLM.
+class VLLMOptions(EngineOptions):
+    """Settings of a vLLM engine; null leaves a choice to vLLM.
 
     dtype: of the engine's weights, null for the policy's. sleep_level, on a GPU: 1 frees the engine's GPU memory while the
-    trainer works, its weights wait in host memory; 2 drops them, as a sync brings them anyway; 0 keeps all. lora_sync: how a
-    LoRA policy gets there, merged into full weights or as an adapter of rank <= max_lora_rank. weight_sync: by files in
-    `sync_dir` (null: shared memory), or by vLLM's own `ipc` (trainer and engine on one GPU) or `nccl` transfer.
-    cpu_kv_cache_gib counts without a GPU only, gpu_memory_utilization with one only. timeout_s: for one sync. engine_args:
-    further arguments by vLLM's names.
+    trainer works, its weights move to host memory; 2 drops them, as a sync brings them anyway; 0 keeps all. lora_sync: a LoRA
+    policy arrives merged into full weights, or as an adapter of rank <= max_lora_rank. weight_sync: by files in `sync_dir`
+    (null: shared memory), or by vLLM's own `ipc` (trainer and engine on one GPU) or `nccl` transfer. cpu_kv_cache_gib counts
+    without a GPU only, gpu_memory_utilization with one only. timeout_s: for one call of a sync. engine_args: further arguments
+    by vLLM's names.
     """
 
     dtype: str | None = None
@@ -47,7 +49,7 @@ class VLLMOptions:
 
     def __post_init__(self) -> None:
         """Raises ValueError for what vLLM itself would refuse late, or not at all."""
-        for name, ok, bound in (
+        self.check(
             ("dtype", self.dtype is None or self.dtype in ENGINE_DTYPES, f"null or one of {', '.join(ENGINE_DTYPES)}"),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, ">= 2"),
             ("max_num_seqs", self.max_num_seqs >= 1, ">= 1"),
@@ -57,29 +59,39 @@ class VLLMOptions:
             ("cpu_kv_cache_gib", self.cpu_kv_cache_gib >= 1, ">= 1"),
             ("timeout_s", 0 < self.timeout_s < 1e9, "> 0 and below 1e9"),
             ("sync_dir", self.sync_dir is None or Path(self.sync_dir).is_dir(), "null or a folder that exists"),
-        ):
-            if not ok:
-                raise ValueError(f"rollout.engine.{name} is {getattr(self, name)!r}; it must be {bound}")
-        if self.lora_sync == "native" and self.weight_sync != "files":
-            raise ValueError(f"rollout.engine.weight_sync is {self.weight_sync!r}; with lora_sync native it must be files")
+            ("weight_sync", self.lora_sync == "merged" or self.weight_sync == "files", "files with lora_sync native"),
+        )
         if fixed := set(self.arguments("", torch.float32)) & set(self.engine_args):
             raise ValueError(f"rollout.engine.engine_args holds {', '.join(sorted(fixed))}: the engine's own options set that")
 
+    def check(self, *conditions: tuple[str, Any, str]) -> None:
+        """Raises ValueError for the first (field, condition, bound) that does not hold."""
+        for name, holds, bound in conditions:
+            if not holds:
+                raise ValueError(f"rollout.engine.{name} is {getattr(self, name)!r}; it must be {bound}")
+
+    def require(self) -> None:
+        """Raises ValueError if vLLM is not installed, or a setting needs a GPU that is not there."""
+        if importlib.util.find_spec("vllm") is None:
+            how = "pip install -r requirements-vllm.txt" if torch.cuda.is_available() else "make vllm"
+            raise ValueError(f"rollout.engine needs vLLM, which is not installed: {how}")
+        self.check(("weight_sync", self.weight_sync == "files" or torch.cuda.is_available(), "'files' without a GPU"))
+
     @property
     def sleeps(self) -> bool:
-        """Is there GPU memory to free between refills?"""
+        """True if there is GPU memory to free between two rounds of rollouts."""
         return self.sleep_level > 0 and torch.cuda.is_available()
 
     def arguments(
         self, model_path: str | Path, dtype: torch.dtype, revision: str | None = None, trust_remote_code: bool = False
     ) -> dict[str, Any]:
-        """Arguments of vLLM's engine by its names, but for `engine_args`."""
+        """Return the arguments of vLLM's engine by its names, without `engine_args`. dtype: the policy's."""
         arguments: dict[str, Any] = {
             "model": str(model_path),
             "revision": revision,
             "tokenizer_revision": revision,
             "trust_remote_code": trust_remote_code,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": self.dtype or str(dtype).removeprefix("torch."),
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "gpu_memory_utilization": self.gpu_memory_utilization,
@@ -98,34 +110,22 @@ class VLLMOptions:
             arguments["weight_transfer_config"] = {"backend": self.weight_sync}
         return arguments
 
-    def settle(
-        self, model_path: str | Path, policy_dtype: torch.dtype, revision: str | None, trust_remote_code: bool
-    ) -> tuple[torch.dtype, tuple[int, ...], dict[str, Any]]:
-        """For a model: the engine's dtype, the ids that end a response, and all arguments of vLLM's engine."""
-        dtype = ENGINE_DTYPES[self.dtype] if self.dtype else policy_dtype
-        eos = eos_ids(model_path, revision, trust_remote_code)
-        return dtype, eos, {**self.arguments(model_path, dtype, revision, trust_remote_code), **self.engine_args}
+    def environment(self, gpus: str | None, more: Mapping[str, str]) -> dict[str, str]:
+        """Return the whole environment of the engine's processes. gpus: as in CUDA_VISIBLE_DEVICES, None for all.
 
-    def environment(self) -> dict[str, str]:
-        """What vLLM takes from the environment; what is set there already stays."""
-        wanted = {
+        Keeps vLLM's variables that are set here already, and leaves out what would tell vLLM that it is a rank of this run.
+        """
+        defaults = {
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_cache_gib),
         }
-        return {name: value for name, value in wanted.items() if name not in os.environ}
-
-    def require_vllm(self) -> None:
-        """ValueError where vLLM is not there, or what was asked of it needs a GPU that is not."""
-        if importlib.util.find_spec("vllm") is None:
-            how = "pip install -r requirements-vllm.txt" if torch.cuda.is_available() else "make vllm"
-            raise ValueError(f"rollout.engine needs vLLM, which is not installed: {how}")
-        if self.weight_sync != "files" and not torch.cuda.is_available():
-            raise ValueError(f"rollout.engine.weight_sync is {self.weight_sync!r}; without a GPU it must be 'files'")
+        kept = {name: value for name, value in os.environ.items() if name not in NOT_FOR_VLLM}
+        return defaults | kept | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}) | dict(more)
 
 
-def eos_ids(model_path: str | Path, revision: str | None, trust_remote_code: bool) -> tuple[int, ...]:
-    """The ids that end a response, as the model's generation config has them. Raises ValueError if it has none."""
+def eos_ids(model_path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> tuple[int, ...]:
+    """Return the ids that end a response, from the model's generation config. Raises ValueError if it has none."""
     from transformers import GenerationConfig
 
     eos = None

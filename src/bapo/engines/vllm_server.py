@@ -1,46 +1,40 @@
-"""Rollouts from vLLM's OpenAI-compatible server: one that the run starts, or those that run already at given urls."""
+"""vLLM's OpenAI-compatible server: one that the run starts, or those that run already at given urls."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-import secrets
-import shlex
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
-from bapo.engines.auth import KEY_VARIABLE, MIDDLEWARE
-from bapo.engines.client import ServerClient, ServerFault, is_loopback
-from bapo.engines.options import VLLMOptions
-from bapo.engines.server_engine import VLLMServerEngine, start_server
-from bapo.engines.server_process import ServerProcess, reserve_port
-from bapo.engines.server_weights import ServerWeights
-from bapo.engines.weight_files import sync_folder
+from bapo.engines.auth import KEY_VARIABLE
+from bapo.engines.client import CONNECT_S, RPC, ServerClient, ServerFault, is_loopback
+from bapo.engines.options import VLLMOptions, eos_ids
+from bapo.engines.process import ServerProcess
+from bapo.engines.server_check import OWN_ARGUMENTS, check_servers, server_command, switches
+from bapo.engines.vllm_engine import Answer, VLLMEngine
+from bapo.engines.weight_sync import sync_folder
+from bapo.types import Sample, SamplingParams
 
 log = logging.getLogger(__name__)
 
-URLS_VARIABLE = "BAPO_VLLM_URLS"  # tells the other ranks of a run where the server is that rank 0 has started
-OWN_ARGUMENTS = {"host", "port", "uds", "middleware", "api_key", "headless", "grpc"}  # of the server; not for `engine_args`
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # not for vLLM
+SOCKET_VARIABLE = "BAPO_VLLM_SOCKET"  # tells the other ranks of a run where the server listens that rank 0 has started
 
 
 @dataclass(frozen=True)
 class VLLMServerRollouts(VLLMOptions):
     """Called with a model: the engine of a vLLM server that all ranks share.
 
-    urls: of servers that run already, with the same model; requests are spread evenly over them. None: the run starts one on
-    127.0.0.1, on the GPUs `gpus` (as in CUDA_VISIBLE_DEVICES; null: this process's), ready within `start_timeout_s`, and starts
-    it again, up to `max_restarts` times, should it die. api_key_env: the environment variable with the key of `urls`; a server
-    that the run starts gets a key of its own. request_timeout_s: of one HTTP request; max_retries: further attempts of one;
+    urls: of servers that run already, with the same model; requests are spread evenly over them. None: the run starts one,
+    which listens on a Unix socket that only this user can reach, on the GPUs `gpus` (as in CUDA_VISIBLE_DEVICES; null: this
+    process's), ready within `start_timeout_s`. api_key_env: the environment variable with the key of `urls`.
+    request_timeout_s: of one HTTP request; max_retries: of a request whose connection breaks or whose server is busy;
     concurrency: requests under way, per server.
     """
 
@@ -51,7 +45,6 @@ class VLLMServerRollouts(VLLMOptions):
     request_timeout_s: float = 600.0
     max_retries: int = 3
     concurrency: int = 256
-    max_restarts: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +52,7 @@ class VLLMServerRollouts(VLLMOptions):
         secret = re.fullmatch(r"[A-Z][A-Z0-9_]*", self.api_key_env) and re.search("KEY|TOKEN|SECRET", self.api_key_env)
         named = re.fullmatch(r"[\w-]+(,[\w-]+)*", self.gpus or "")
         gpus = self.gpus is None or (named and self.gpus.count(",") + 1 >= self.tensor_parallel_size)
-        for name, ok, bound in (
+        self.check(
             ("urls", len(set(self.urls)) == len(self.urls), "a list in which every url differs"),
             ("api_key_env", secret, "an environment variable with KEY, TOKEN or SECRET in its name: logs hide its value"),
             ("gpus", gpus, f"null or like 0,1 with at least tensor_parallel_size={self.tensor_parallel_size} of them"),
@@ -67,23 +60,15 @@ class VLLMServerRollouts(VLLMOptions):
             ("request_timeout_s", self.request_timeout_s > 0, "> 0"),
             ("max_retries", self.max_retries >= 0, ">= 0"),
             ("concurrency", self.concurrency >= 1, ">= 1"),
-            ("max_restarts", self.max_restarts >= 0, ">= 0"),
             ("weight_sync", self.weight_sync != "ipc", "files or nccl: handles on GPU memory do not travel over HTTP"),
             ("weight_sync", self.weight_sync != "nccl" or len(self.urls) <= 1, "files, with several urls"),
-        ):
-            if not ok:
-                raise ValueError(f"rollout.engine.{name} is {getattr(self, name)!r}; it must be {bound}")
+        )
         if names := [name for name in self.engine_args if name in OWN_ARGUMENTS or not re.fullmatch(r"[a-z]\w*", name)]:
             raise ValueError(
                 f"rollout.engine.engine_args holds {', '.join(names)}: fixed, or no name of vLLM's (like max_loras)"
             )
         for url in self.urls:
             self._check_url(url)
-
-    def require_vllm(self) -> None:
-        """Only where the run starts the server, or talks to its GPUs."""
-        if not self.urls or self.weight_sync == "nccl":
-            super().require_vllm()
 
     def _check_url(self, url: str) -> None:
         shown = re.sub("//.*@", "//...@", url)  # no password in a message
@@ -105,121 +90,163 @@ class VLLMServerRollouts(VLLMOptions):
         if url.startswith("http:"):
             log.warning("rollout.engine.urls holds %s: key and samples travel in the clear; https would hide them", url)
 
+    def require(self) -> None:
+        """Raises ValueError if vLLM is missing where the run starts the server, or sends weights to its GPUs."""
+        if not self.urls or self.weight_sync == "nccl":
+            super().require()
+
     def __call__(
         self,
         model_path: str | Path,
         dtype: torch.dtype = torch.float32,
         revision: str | None = None,
         trust_remote_code: bool = False,
-    ) -> VLLMServerEngine:
-        dtype, eos, arguments = self.settle(model_path, dtype, revision, trust_remote_code)
+    ) -> ServerVLLM:
+        eos = eos_ids(model_path, revision, trust_remote_code)
+        arguments = self.arguments(model_path, dtype, revision, trust_remote_code) | dict(self.engine_args)
         with ExitStack() as resources:
             folder = resources.enter_context(sync_folder(self.sync_dir))
-            client, server = self._connect(arguments, folder, resources)
+            client, server = self._connect(arguments, resources)
             positions = check_servers(self, client, arguments)
-            weights = ServerWeights(self, client, folder, dtype)
-            if server is not None:
-                weights.sleep()
-            return VLLMServerEngine(self, client, weights, eos, positions, server, resources.pop_all())
+            engine = ServerVLLM(self, client, server, arguments["dtype"], eos, positions, folder)
+            engine.sleep()
+            engine.resources = resources.pop_all()
+            return engine
 
-    def _connect(
-        self, arguments: Mapping[str, Any], folder: Path, resources: ExitStack
-    ) -> tuple[ServerClient, ServerProcess | None]:
-        """A client of the servers, and the server's process if it is this one that starts it; its end goes to `resources`."""
-        key = os.environ.get(self.api_key_env)
-        client = ServerClient(tuple(self.urls), key, self.request_timeout_s, self.max_retries, self.concurrency)
+    def _connect(self, arguments: Mapping[str, Any], resources: ExitStack) -> tuple[ServerClient, ServerProcess | None]:
+        """Return a client of the servers, and the server's process if this process starts it; `resources` end it."""
+        client = ServerClient(tuple(self.urls), self.request_timeout_s, self.max_retries, self.concurrency)
         if self.urls:
-            return client, None
+            return replace(client, key=os.environ.get(self.api_key_env)), None
         if int(os.environ.get("NODE_RANK") or os.environ.get("GROUP_RANK") or 0):
             raise ValueError("rollout.engine.urls is []; a run on several machines needs servers that all of them reach")
+        client = replace(client, urls=("http://localhost",))
         if int(os.environ.get("LOCAL_RANK") or 0):
-            if URLS_VARIABLE not in os.environ:
+            if SOCKET_VARIABLE not in os.environ:
                 raise ValueError("rollout.engine.urls is []; ranks that Lightning does not start need the url of a server")
-            return replace(client, urls=(os.environ[URLS_VARIABLE],)), None
-        held, key = resources.enter_context(reserve_port()), secrets.token_urlsafe(32)
-        port = held.getsockname()[1]
-        command = server_command(arguments, "127.0.0.1", port)
-        server = ServerProcess(command, server_environment(self, key), folder / "server.log", key)
+            return replace(client, socket=os.environ[SOCKET_VARIABLE]), None
+        folder = resources.enter_context(sync_folder())  # the path of a socket must be short
+        client = replace(client, socket=str(folder / "server.sock"))
+        command = server_command(arguments, "--uds", str(client.socket))
+        server = ServerProcess(command, self.environment(self.gpus, switches(self)), folder / "server.log")
         resources.callback(server.stop)
-        client = replace(client, urls=(f"http://127.0.0.1:{port}",), key=key, died=server.died)
-        start_server(server, client, self.start_timeout_s)
-        resources.enter_context(_environment({URLS_VARIABLE: client.urls[0], self.api_key_env: key}))
+        impatient = replace(client, max_retries=0, timeout_s=min(CONNECT_S, self.request_timeout_s))
+        server.wait_until(
+            lambda: not any(isinstance(answer, ServerFault) for answer in impatient.facts().values()), self.start_timeout_s
+        )
+        os.environ[SOCKET_VARIABLE] = str(client.socket)
+        resources.callback(os.environ.pop, SOCKET_VARIABLE, None)
         return client, server
 
 
-def server_command(arguments: Mapping[str, Any], host: str, port: int, python: str = sys.executable) -> list[str]:
-    """The command line of a server with these arguments of vLLM's engine. Its key comes by the environment alone."""
-    command = [python, "-m", "vllm.entrypoints.openai.api_server"]
-    for name, value in arguments.items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            command.append(flag if value else f"--no-{flag[2:]}")
-        elif isinstance(value, list | tuple):
-            command += [flag, *map(str, value)]
-        elif value is not None:
-            command += [flag, json.dumps(value) if isinstance(value, Mapping) else str(value)]
-    command += ["--middleware", MIDDLEWARE, "--disable-uvicorn-access-log", "--disable-log-stats"]
-    return [*command, "--host", host, "--port", str(port)]  # at the end: the last one counts
+class ServerVLLM(VLLMEngine):
+    """Engine on the servers of `client`, shared by all ranks: one rank loads them, the others are told the version.
+
+    server: the process of the server that this rank has started.
+    """
+
+    shared = True
+
+    def __init__(
+        self,
+        options: VLLMOptions,
+        client: ServerClient,
+        server: ServerProcess | None,
+        dtype: str,
+        eos: Sequence[int],
+        max_positions: int,
+        folder: Path,
+    ):
+        super().__init__(options, dtype, eos, max_positions, folder)
+        self.client = client
+        self.server = server
+        self.adapter: str | None = None  # the model that completions ask for
+        self._loads = server is not None  # this rank loads the servers, and sends them to sleep
+
+    def set_version(self, version: int) -> None:
+        """Note that another rank has loaded the servers with the weights of this version."""
+        self._loads = False
+        self.version = version
+        self.adapter = f"policy-{version}" if self.takes_adapter else None
+
+    def sleep(self) -> None:
+        if self._loads:
+            super().sleep()
+
+    def _everywhere(self, path: str, body: Any = None, missing: bool = False) -> list[Any]:
+        """POST to every server; return the JSON answers. missing: 404 is as good. Raises ServerFault."""
+        self._loads = True
+        answers = self.client.call(path, body, self.options.timeout_s)
+        for answer in answers.values():
+            if isinstance(answer, ServerFault) and not (missing and answer.status == 404):
+                raise answer
+        return list(answers.values())
+
+    def rpc(self, method: str, **arguments: Any) -> list[Any]:
+        body = {"method": method, "kwargs": arguments, "timeout": self.options.timeout_s}
+        return [result for answer in self._everywhere(RPC, body) for result in (answer or {}).get("results", [])]
+
+    def wake_up(self, tag: str) -> None:
+        self._everywhere(f"/wake_up?tags={tag}")
+
+    def fall_asleep(self, level: int) -> None:
+        self._everywhere(f"/sleep?level={level}")
+
+    def reset_prefix_cache(self) -> bool:
+        return all((answer or {}).get("success") for answer in self._everywhere("/reset_prefix_cache"))
+
+    def serve_adapter(self, name: str | None, source: Path | None) -> None:
+        if name is not None:
+            for known in {name, self.adapter or name}:  # a server that has `name` already would keep what it has
+                self._everywhere("/v1/unload_lora_adapter", {"lora_name": known}, missing=True)
+            self._everywhere("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(source)})
+        self.adapter = name
+
+    def complete(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Answer | None]:
+        answers = self.client.complete([self._body(sample, sampling) for sample in samples])
+        faults = [(sample, answer) for sample, answer in zip(samples, answers, strict=True) if isinstance(answer, ServerFault)]
+        if faults:
+            first = f"the first, prompt {faults[0][0].uid!r}: {faults[0][1]}"
+            if len(faults) == len(samples):
+                raise RuntimeError(f"none of {len(samples)} requests succeeded; {first}")
+            log.warning("%d of %d requests failed for good; %s", len(faults), len(samples), first)
+        for url, workers in self.client.facts().items():
+            if isinstance(workers, ServerFault):
+                raise workers
+            for facts in workers:
+                if facts["version"] != self.version:
+                    raise RuntimeError(f"{url} holds policy version {facts['version']}, not {self.version}: it was loaded anew")
+        return [None if isinstance(answer, ServerFault) else _answer(answer) for answer in answers]
+
+    def _body(self, sample: Sample, sampling: SamplingParams) -> dict[str, Any]:
+        body = {
+            "prompt": list(sample.input_ids),
+            "n": 1,
+            "seed": sample.seed,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_tokens,
+            "logprobs": 0,  # of the sampled token only
+            "ignore_eos": True,  # the tokenizer's; those of the generation config count
+            "stop_token_ids": list(self.eos),
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        return body | ({"model": self.adapter} if self.adapter else {})
+
+    def last_words(self) -> str:
+        return f". {self.server.tail()}" if self.server is not None else ""
 
 
-def _switches(options: VLLMServerRollouts) -> dict[str, str]:
-    """Environment variables without which a server lacks routes that the engine uses."""
-    lora = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if options.lora_sync == "native" else {}
-    return {"VLLM_SERVER_DEV_MODE": "1"} | lora
-
-
-def server_environment(options: VLLMServerRollouts, key: str) -> dict[str, str]:
-    """The whole environment of the run's own server."""
-    kept = {name: value for name, value in os.environ.items() if name not in (*RANK_VARIABLES, "VLLM_API_KEY")}
-    gpus = {"CUDA_VISIBLE_DEVICES": options.gpus} if options.gpus is not None else {}
-    return kept | options.environment() | _switches(options) | gpus | {KEY_VARIABLE: key}
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for the ranks that this process starts."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _answer(answer: Any) -> Answer:
     try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-def check_servers(options: VLLMServerRollouts, client: ServerClient, arguments: Mapping[str, Any]) -> int:
-    """The most tokens of prompt and response together. ValueError for servers that cannot serve this run, with the command."""
-    wanted = {"dtype": arguments["dtype"], "logprobs_mode": arguments["logprobs_mode"], "default_sampling": {}}
-    wanted |= {"sleep": True} if options.sleeps else {}
-    wanted |= {"max_model_len": options.max_model_len} if options.max_model_len else {}
-    lengths = {}
-    for url, workers in client.facts().items():
-        if isinstance(workers, ServerFault) and workers.status == 401:
-            raise ValueError(f"rollout.engine.urls: {url} refuses the key in the environment variable {options.api_key_env}")
-        if isinstance(workers, ServerFault):
-            raise ValueError(f"rollout.engine.urls: {workers}. {_how_to_start(options, url, arguments)}")
-        facts = workers[0]
-        wrong = {name: (facts.get(name), value) for name, value in wanted.items() if facts.get(name) != value}
-        if options.lora_sync == "native" and facts.get("max_lora_rank", 0) < options.max_lora_rank:
-            wrong["max_lora_rank"] = (facts.get("max_lora_rank", 0), options.max_lora_rank)
-        for name, (found, value) in wrong.items():
-            how = _how_to_start(options, url, arguments)
-            raise ValueError(f"rollout.engine.urls: {url} has {name}={found!r}; it must be {value!r}. {how}")
-        lengths[url] = int(facts["max_model_len"])
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"rollout.engine.urls: the servers differ in max_model_len, {lengths}; it must be the same")
-    if client.key and options.urls:
-        for url, answer in replace(client, key=None).facts().items():
-            if not isinstance(answer, ServerFault) or answer.status != 401:
-                how = _how_to_start(options, url, arguments)
-                raise ValueError(f"rollout.engine.urls: {url} obeys whoever comes without a key. {how}")
-    return min(lengths.values())
-
-
-def _how_to_start(options: VLLMServerRollouts, url: str, arguments: Mapping[str, Any]) -> str:
-    parts = urlsplit(url)
-    command = server_command(arguments, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80), "python")
-    switches = " ".join(f"{name}={value}" for name, value in _switches(options).items())
-    return f"Start it, with its key in the environment variable {KEY_VARIABLE}, by: {switches} {shlex.join(command)}"
+        (choice,) = answer["choices"]
+        steps = [
+            {int(name.removeprefix("token_id:")): float(logprob) for name, logprob in step.items()}
+            for step in choice["logprobs"]["top_logprobs"]
+        ]
+        return Answer(choice["prompt_token_ids"], choice["token_ids"], steps, choice["finish_reason"])
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise RuntimeError(f"a server's answer lacks ids, or the log-prob of a sampled token ({what})") from error

@@ -1,11 +1,11 @@
-"""What runs inside vLLM's worker processes: taking new weights. vLLM is given its name only."""
+"""Methods inside vLLM's worker processes that take new weights. vLLM is given the name of the class only."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from bapo.engines.weight_files import read_header, read_weights
+from bapo.engines.weight_sync import read_header, read_weights
 
 WORKER = "bapo.engines.worker.PolicyWorker"  # for vLLM's worker_extension_cls
 
@@ -13,17 +13,17 @@ WORKER = "bapo.engines.worker.PolicyWorker"  # for vLLM's worker_extension_cls
 class PolicyWorker:
     """Methods that vLLM adds to its workers; called by name through `collective_rpc`."""
 
-    reload_weights: Any  # vLLM's worker has them
+    reload_weights: Any  # these three are vLLM's
     model_runner: Any
     vllm_config: Any
     policy_version = -1
 
     def mark_policy(self, version: int) -> None:
-        """Notes whose weights are complete here, -1: nobody's. A server's clients ask, as it may have been started anew."""
+        """Note the version of the complete weights, -1 for none. Clients of a server ask for it."""
         self.policy_version = version
 
     def policy_facts(self) -> dict[str, Any]:
-        """What a trainer must know of a server: `mark_policy`'s version, and options that it may have been started without."""
+        """Return the marked version and the options that a server may have been started without."""
         config = self.vllm_config
         return {
             "version": self.policy_version,
@@ -35,24 +35,24 @@ class PolicyWorker:
             "max_lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
         }
 
-    def load_policy_weights(self, folder: str) -> list[int]:
-        """Takes every weight of a folder of `write_weights`; returns (version, tensors read)."""
+    def load_policy_weights(self, folder: str) -> int:
+        """Load every weight of a folder of `write_weights`; return its version."""
         version, tensors = read_header(Path(folder))
-        taken = 0
+        count = 0
 
         def counted() -> Any:
-            nonlocal taken
-            for taken, item in enumerate(read_weights(Path(folder)), start=1):  # noqa: B007
+            nonlocal count
+            for count, item in enumerate(read_weights(Path(folder)), start=1):  # noqa: B007
                 yield item
 
         self.reload_weights(weights_iterator=counted())
-        if taken != tensors:
-            raise RuntimeError(f"{taken} of {tensors} tensors were read")
+        if count != tensors:
+            raise RuntimeError(f"{count} of {tensors} tensors were read")
         self.repack_heads()
-        return [version, taken]
+        return version
 
     def repack_heads(self) -> None:
-        """Some builds multiply by a packed copy of the head, which vLLM's own reload leaves stale where embeddings are tied."""
+        """Pack the output head anew: vLLM's CPU build uses a packed copy, which its own reload leaves stale if it is tied."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         for module in self.model_runner.get_model().modules():

@@ -30,7 +30,7 @@ from bapo.types import Prompt, SamplingParams
 INDIFFERENT = {
     "urls", "api_key_env", "gpus", "device", "batch_size", "max_num_seqs", "gpu_memory_utilization", "sleep_level", "sync_dir",
     "weight_sync", "cpu_kv_cache_gib", "timeout_s", "generate_timeout_s", "start_timeout_s", "request_timeout_s", "max_retries",
-    "max_restarts", "concurrency",
+    "concurrency",
 }  # fmt: skip
 TRAINING_ONLY = re.compile(r"[+~]*rollout\.(?!engine\b|prompt\b|sync_tolerance\b)([\w.]+)")
 

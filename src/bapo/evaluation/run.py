@@ -93,10 +93,9 @@ def check(parts: Mapping[str, Any]) -> None:
     if not any(parts["benchmark"].values()):
         raise ValueError("benchmark names no task; it must be a file of conf/benchmark, or a list of them")
     engine = parts["rollout"].engine
-    if getattr(engine, "lora_sync", "merged") != "merged":
+    if engine.lora_sync != "merged":
         raise ValueError(f"rollout.engine.lora_sync is {engine.lora_sync!r}; whole models are evaluated: merged")
-    if hasattr(engine, "require_vllm"):
-        engine.require_vllm()
+    engine.require()
 
 
 EVALUATE = Entry(

@@ -81,7 +81,7 @@ def served(
     version = source.step or 0
 
     def work() -> float:
-        if getattr(engine, "shared", False) and ranks.rank > 0:
+        if engine.shared and ranks.rank > 0:
             engine.set_version(version)
             return 0.0
         policy = CausalLMPolicy(load_model(source.folder(), dtype, **source.load))

@@ -66,8 +66,8 @@ def check_sizes(parts: Mapping[str, Any]) -> None:
     rollout, schedule = parts["rollout"], parts["schedule"]
     if parts["trainer"].max_rounds is None:
         raise ValueError("trainer.max_rounds is None; it must be >= 1")
-    if not parts["explain"] and hasattr(rollout.engine, "require_vllm"):
-        rollout.engine.require_vllm()
+    if not parts["explain"]:
+        rollout.engine.require()
     if "correctness" in parts["reward"]:
         raise ValueError("reward.correctness is the task's own reward; a term beside it must have another name")
     if rollout.group_size < 2:
@@ -96,7 +96,7 @@ def check_sizes(parts: Mapping[str, Any]) -> None:
             f"{', '.join(str(n) for n in sorted(near))} would"
         )
     lora, engine = parts["policy"].lora, rollout.engine
-    if getattr(engine, "lora_sync", "merged") == "native":
+    if engine.lora_sync == "native":
         if lora is None:
             raise ValueError("rollout.engine.lora_sync is 'native'; without policy.lora it must be merged")
         if lora.r > engine.max_lora_rank:

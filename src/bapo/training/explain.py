@@ -221,7 +221,7 @@ def trainer_lines(parts: Mapping[str, Any], sizes: Sizes) -> list[Line]:
 def _longest(parts: Mapping[str, Any], sizes: Sizes) -> int:
     """Tokens of the longest sequence that can occur, as far as the config says."""
     rollout = parts["rollout"]
-    bounds = [sizes.positions, getattr(rollout.engine, "max_model_len", None)]
+    bounds = [sizes.positions, rollout.engine.max_model_len]
     if rollout.max_prompt_tokens is not None:
         bounds.append(rollout.max_prompt_tokens + rollout.sampling.max_tokens)
     return min(bound for bound in bounds if bound)
@@ -234,12 +234,12 @@ def _micro_batch(parts: Mapping[str, Any], longest: int) -> int:
 
 def engine_lines(parts: Mapping[str, Any], sizes: Sizes) -> list[Line]:
     policy, engine = parts["policy"], parts["rollout"].engine
-    dtype = getattr(engine, "dtype", None) or policy.dtype
+    dtype = engine.dtype or policy.dtype
     size = getattr(torch, dtype).itemsize
-    split = getattr(engine, "tensor_parallel_size", 1)
+    split = engine.tensor_parallel_size
     token = 2 * sizes.layers * sizes.kv_width * size
     longest = _longest(parts, sizes)
-    at_once = getattr(engine, "max_num_seqs", None) or getattr(engine, "batch_size", 1)
+    at_once = engine.max_num_seqs
     weights = size * sizes.parameters
     lines = [
         Line("weights", weights, f"{dtype}, {size} bytes * {sizes.parameters:,}" + f"; on {split} devices" * (split > 1), True),
@@ -247,7 +247,7 @@ def engine_lines(parts: Mapping[str, Any], sizes: Sizes) -> list[Line]:
         Line("KV cache of a sequence", token * longest, f"at full length, {longest:,} tokens", True),
         Line("KV cache of all at once", token * longest * at_once, f"* {at_once:,} sequences", True),
     ]
-    if share := getattr(engine, "gpu_memory_utilization", None):
+    if share := engine.gpu_memory_utilization:
         lines.append(Line("vLLM's share of a GPU", f"{share:.0%}", "weights first, the rest is KV cache; more sequences wait"))
         sent = sizes.trained_bytes if engine.lora_sync == "native" else weights
         if engine.weight_sync == "files":
