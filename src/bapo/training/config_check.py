@@ -21,6 +21,7 @@ TOP_LEVEL = {
     "task", "reward", "rollout", "schedule", "optimizer", "lr_schedule", "trainer", "logger", "callbacks",
 }  # fmt: skip
 COLLECTIONS = {"logger", "callbacks", "reward", "benchmark"}  # groups that hold any number of objects; every other group is one
+HEAVY = {"callbacks", "lr_schedule", "logger", "trainer"}  # their classes take seconds to import: checked and built last
 OPTIONAL = {"lr_schedule"}  # groups that may be null
 PLAIN = {
     "name": str,
@@ -42,8 +43,7 @@ FILLED_IN = {
 def check_keys_and_types(config: Mapping[str, Any], top_level: Set[str] = TOP_LEVEL, plain: Mapping[str, Any] = PLAIN) -> None:
     """Every key must be known and every plain value of the right type, or ValueError lists all that is wrong.
 
-    Keys under a `_target_` of this package or torch.optim must fit that callable's signature. The others follow in
-    `check_heavy_calls`: to import what they name takes seconds.
+    Keys under a `_target_` must fit that callable's signature; those of `HEAVY` sections follow in `check_heavy_calls`.
     """
     errors = [_unknown(key, set(top_level), all_keys(config)) for key in config if key not in top_level]
     errors += [f"{key} is missing" for key in sorted(top_level - config.keys())]
@@ -72,10 +72,12 @@ def check_heavy_calls(config: Mapping[str, Any]) -> None:
 
 
 def _check_calls(config: Mapping[str, Any], light: bool) -> list[str]:
-    calls = [
-        (path, node) for path, node in _targets(config, "") if path.split(".")[0] != "trainer" and _is_light(node) is light
-    ]
-    return [error for path, node in calls for error in _check_call(path, node, config)]
+    errors = []
+    for path, node in _targets(config, ""):
+        section = path.split(".")[0]
+        if section != "trainer" and (section not in HEAVY) is light:  # the trainer's flags have a check of their own
+            errors += _check_call(path, node, config)
+    return errors
 
 
 def check_trainer_flags(flags: Mapping[str, Any]) -> None:
@@ -88,13 +90,6 @@ def check_trainer_flags(flags: Mapping[str, Any]) -> None:
 
 def _is_call(node: Any) -> bool:
     return isinstance(node, Mapping) and "_target_" in node
-
-
-def _is_light(node: Mapping[str, Any]) -> bool:
-    """True for targets whose import costs nothing beyond torch: this package's own, but for callbacks and loggers."""
-    target = str(node["_target_"])
-    heavy = ("bapo.training.", "bapo.evaluation.callback", "bapo.analysis.")
-    return target.startswith(("bapo.", "torch.optim.")) and not target.startswith(heavy)
 
 
 def _check_collection(group: str, entries: Any) -> list[str]:

@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from bapo.training.config_check import PLAIN, check_heavy_calls, check_keys_and_types, task_at
+from bapo.training.config_check import HEAVY, PLAIN, check_heavy_calls, check_keys_and_types, task_at
 from bapo.training.run_folder import (
     CHILD_RUN_DIR,
     discard_unused,
@@ -95,10 +95,6 @@ def _saved_config(folder: Path, overrides: list[str], entry: Entry) -> DictConfi
         raise ValueError(f"resume continues the run's own config: {' '.join(refused)} cannot be changed (allowed: {allowed})")
     cfg.merge_with_dotlist(changes)
     return cfg
-
-
-HEAVY = {"callbacks", "lr_schedule", "logger", "trainer"}
-"""Sections whose classes take seconds to import: what is wrong with the others is said before."""
 
 
 def build(cfg: DictConfig, entry: Entry) -> dict[str, Any]:
