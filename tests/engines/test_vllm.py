@@ -53,7 +53,7 @@ class RecordingLLM:
             return self._call(f"mark {kwargs['version']}")
         self._call(method)
         self.sent = dict(read_weights(Path(kwargs["folder"])))
-        return [read_header(Path(kwargs["folder"]))[0]]
+        return [[read_header(Path(kwargs["folder"]))[0]]]
 
     def reset_prefix_cache(self) -> bool:
         self._call("reset_prefix_cache")
@@ -116,7 +116,7 @@ def test_an_update_that_fails_half_way_leaves_an_engine_that_does_not_generate(t
 
 def test_an_engine_that_took_another_version_is_not_used(tmp_path):
     made, llm = engine(tmp_path)
-    llm.collective_rpc = lambda method, kwargs: [4]
+    llm.collective_rpc = lambda method, kwargs: [[4]]
     with pytest.raises(EngineError, match="the engine took version 4 of the weights, not 5"):
         made.load_weights({"a": torch.ones(1)}.items(), version=5)
     assert made.version == -1

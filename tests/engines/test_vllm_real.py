@@ -195,7 +195,7 @@ def without_repack(engine: LocalVLLM):
         if method != "load_policy_weights":
             return engine.llm.collective_rpc(method, kwargs=arguments)
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": arguments["folder"]})
-        return [read_header(Path(arguments["folder"]))[0]]
+        return [[read_header(Path(arguments["folder"]))[0]]]
 
     return rpc
 

@@ -233,10 +233,10 @@ def test_a_sync_is_complete_before_the_cache_is_dropped_and_that_before_a_reques
     stub = stubs()
     engine, read = engines(stub, load=False), {}
 
-    def load(folder: Path) -> int:
+    def load(folder: Path) -> list[int]:
         for path in sorted(folder.glob("*.safetensors")):
             read.update(load_file(path))
-        return json.loads((folder / "sync.json").read_text())["version"]
+        return [json.loads((folder / "sync.json").read_text())["version"]]
 
     stub.load = load
     for version in (7, 8):
@@ -274,7 +274,7 @@ def test_a_sleeping_server_wakes_for_weights_then_for_its_cache(stubs, engines, 
     ("fails", "answer"),
     [
         ("load_policy_weights", 500),
-        ("load_policy_weights", {"results": [4]}),
+        ("load_policy_weights", {"results": [[4]]}),
         ("/reset_prefix_cache", {"success": False}),
         ("mark_policy", 503),
     ],

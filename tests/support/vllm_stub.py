@@ -45,7 +45,7 @@ class Stub(ThreadingHTTPServer):
         self.facts |= {"default_sampling": {}, "sleep": True, "max_lora_rank": 64}
         self.complete: Callable[[dict[str, Any]], Answer] = completion
         self.answer: Callable[[str, Any], Answer | None] = lambda name, body: None  # of any other call; None: as vLLM does
-        self.load: Callable[[Path], int] = lambda folder: json.loads((folder / "sync.json").read_text())["version"]
+        self.load: Callable[[Path], list[int]] = lambda folder: [json.loads((folder / "sync.json").read_text())["version"]]
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's looks up a host name
@@ -84,7 +84,9 @@ class Stub(ThreadingHTTPServer):
             result = self.load(Path(body["kwargs"]["folder"]))
         elif name == "/reset_prefix_cache":
             return {"success": True}
-        return {"results": [result]} if path == "/collective_rpc" else {}
+        if path == "/collective_rpc":  # vLLM turns other results into text
+            return {"results": [result if isinstance(result, dict | list) else str(result)]}
+        return {}
 
 
 class Handler(BaseHTTPRequestHandler):

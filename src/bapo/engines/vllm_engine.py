@@ -61,7 +61,7 @@ class VLLMEngine(Engine):
                 self._transfer.send(weights)
                 return
             source = write_weights(self.folder, weights, version, self.dtype)
-            for loaded in self.rpc("load_policy_weights", folder=str(source)):
+            for (loaded,) in self.rpc("load_policy_weights", folder=str(source)):
                 if loaded != version:
                     raise RuntimeError(f"the engine took version {loaded} of the weights, not {version}")
             self._empty_folder()

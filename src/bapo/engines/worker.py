@@ -35,8 +35,8 @@ class PolicyWorker:
             "max_lora_rank": config.lora_config.max_lora_rank if config.lora_config else 0,
         }
 
-    def load_policy_weights(self, folder: str) -> int:
-        """Load every weight of a folder of `write_weights`; return its version."""
+    def load_policy_weights(self, folder: str) -> list[int]:
+        """Load every weight of a folder of `write_weights`; return [its version]: servers turn a plain number into text."""
         version, tensors = read_header(Path(folder))
         count = 0
 
@@ -49,7 +49,7 @@ class PolicyWorker:
         if count != tensors:
             raise RuntimeError(f"{count} of {tensors} tensors were read")
         self.repack_heads()
-        return version
+        return [version]
 
     def repack_heads(self) -> None:
         """Pack the output head anew: vLLM's CPU build uses a packed copy, which its own reload leaves stale if it is tied."""
