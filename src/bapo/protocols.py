@@ -101,7 +101,8 @@ class EngineOptions:
     def require(self) -> None:
         """Raises ValueError if a package or a device that this engine needs is missing here."""
 
-    def __call__(self, model_path: str | Path, dtype: torch.dtype, revision: str | None, trust_remote_code: bool) -> Engine:
+    def __call__(self, model_path: str | Path, dtype: torch.dtype = torch.float32, **source: Any) -> Engine:
+        """Starts the engine. dtype: the policy's; source: revision and trust_remote_code of a hub model."""
         raise NotImplementedError
 
 

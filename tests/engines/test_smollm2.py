@@ -62,13 +62,13 @@ def test_the_folder_is_a_plain_llama_with_the_weights_of_the_file(folder: Path) 
 
 
 @pytest.mark.slow
-def test_what_is_said_of_its_sizes_before_it_is_made_is_so(folder: Path) -> None:
-    said, made = SmolLM2().config(None), load_model(folder).config
+def test_the_sizes_reported_before_it_is_made_are_those_of_the_model(folder: Path) -> None:
+    reported, made = SmolLM2().config(None), load_model(folder).config
     for name in (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "head_dim", "max_position_embeddings", "tie_word_embeddings",
     ):  # fmt: skip
-        assert getattr(said, name) == getattr(made, name), name
+        assert getattr(reported, name) == getattr(made, name), name
 
 
 @pytest.mark.slow
@@ -91,8 +91,8 @@ def test_tokenizer_and_ends_are_those_of_the_instruct_model(folder: Path) -> Non
 def test_it_speaks_sense(folder: Path) -> None:
     tokenizer, model = load_tokenizer(folder), load_model(folder)
     ids = PromptFormat(kind="chat").encode(tokenizer, Prompt("q", "What is the capital of France?", ""))
-    drawn = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=20)
-    assert tokenizer.decode(drawn[0, len(ids) :]) == "The capital of France is Paris.<|im_end|>"
+    output = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=20)
+    assert tokenizer.decode(output[0, len(ids) :]) == "The capital of France is Paris.<|im_end|>"
 
 
 @pytest.mark.slow

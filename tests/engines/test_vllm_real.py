@@ -9,7 +9,7 @@ from support import SMALL, run_experiment
 from support.engines import asked, largest_gap
 
 from bapo.data.datamodule import RolloutDataModule
-from bapo.engines.sync_check import SyncCheckError, check_sync, probe
+from bapo.engines.sync_check import SyncCheckError, check_sync, sync_gap
 from bapo.engines.vllm import LocalVLLM, VLLMRollouts
 from bapo.engines.weight_sync import read_header
 from bapo.policy.causal_lm import CausalLMPolicy
@@ -53,13 +53,7 @@ def tied(tmp_path_factory, tokenizer) -> Iterator[tuple[LocalVLLM, Path]]:
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory, tokenizer) -> Iterator[tuple[LocalVLLM, Path]]:
-    made = start(tmp_path_factory, tokenizer, tied=False)
-    yield made
-    made[0].close()
-
-
-@pytest.fixture(scope="module")
-def native(tmp_path_factory, tokenizer) -> Iterator[tuple[LocalVLLM, Path]]:
+    """An engine of a model with a head of its own that takes adapters; it takes full weights as well."""
     made = start(tmp_path_factory, tokenizer, tied=False, lora_sync="native", max_lora_rank=8)
     yield made
     made[0].close()
@@ -114,12 +108,12 @@ def test_the_logprobs_are_those_at_the_sampling_temperature(untied, tokenizer):
     assert gap(engine, CausalLMPolicy(model, 1.0), tokenizer, SAMPLING) > 0.1  # raw log-probs would be these
 
 
-def test_seeds_alone_decide_what_is_drawn(untied, tokenizer):
+def test_seeds_alone_decide_the_responses(untied, tokenizer):
     engine, _ = untied
     engine.load_weights(CausalLMPolicy(new_model(tokenizer, tied=False, spread=1.0)).named_weights(), 1)
-    asked = requests(tokenizer)
-    once = {(r.uid, r.sample_index): r.response_ids for r in engine.generate(asked, SAMPLING)}
-    again = {(r.uid, r.sample_index): r.response_ids for r in engine.generate(asked[::-1], SAMPLING)}
+    samples = requests(tokenizer)
+    once = {(r.uid, r.sample_index): r.response_ids for r in engine.generate(samples, SAMPLING)}
+    again = {(r.uid, r.sample_index): r.response_ids for r in engine.generate(samples[::-1], SAMPLING)}
     assert once == again
     assert len(set(once.values())) > 20  # 24 seeds, and not 24 clones
 
@@ -127,10 +121,10 @@ def test_seeds_alone_decide_what_is_drawn(untied, tokenizer):
 def test_a_response_ends_at_an_eos_id_or_is_cut_and_says_so(untied, tokenizer):
     engine, _ = untied
     engine.load_weights(CausalLMPolicy(new_model(tokenizer, tied=False, spread=1.0)).named_weights(), 1)
-    drawn = engine.generate(requests(tokenizer), SAMPLING)
+    responses = engine.generate(requests(tokenizer), SAMPLING)
     eos = tokenizer.eos_token_id
-    assert {r.finish_reason for r in drawn} == {"stop", "length"}
-    for r in drawn:
+    assert {r.finish_reason for r in responses} == {"stop", "length"}
+    for r in responses:
         assert (r.response_ids[-1] == eos) == (r.finish_reason == "stop")
         assert eos not in r.response_ids[:-1]
         assert len(r.response_ids) == len(r.sampler_logprobs) <= SAMPLING.max_tokens
@@ -159,8 +153,8 @@ def test_a_merged_adapter_reaches_vllm(untied, tokenizer):
     assert gap(engine, base, tokenizer) > 0.1
 
 
-def test_an_adapter_reaches_vllm_natively_at_every_version(native, tokenizer):
-    engine, folder = native
+def test_an_adapter_reaches_vllm_natively_at_every_version(untied, tokenizer):
+    engine, folder = untied
     for version in range(3):
         policy = lora_policy(folder, seed=version)
         adapter = policy.adapter()
@@ -170,22 +164,22 @@ def test_an_adapter_reaches_vllm_natively_at_every_version(native, tokenizer):
     assert len(list(engine.folder.iterdir())) == 1  # adapters of former versions are gone
 
 
-def probe_of(engine, policy: CausalLMPolicy, tokenizer) -> float:
+def gap_of_the_check(engine, policy: CausalLMPolicy, tokenizer) -> float:
     ids = [r.prompt_ids for r in requests(tokenizer)[:4]]
-    return probe(engine, Handle(policy), ids, SAMPLING, tokenizer.pad_token_id)  # type: ignore[arg-type]
+    return sync_gap(engine, Handle(policy), ids, SAMPLING, tokenizer.pad_token_id)  # type: ignore[arg-type]
 
 
-def test_the_probe_sees_a_base_model_where_the_adapter_was_meant(native, tokenizer):
-    engine, folder = native
+def test_the_sync_check_sees_a_base_model_in_place_of_the_adapter(untied, tokenizer):
+    engine, folder = untied
     policy = lora_policy(folder, seed=5)
     adapter = policy.adapter()
     assert adapter is not None
     engine.load_adapter(adapter, 8)
-    check_sync(probe_of(engine, policy, tokenizer), 1e-3, TEMPERATURE, 8)
+    check_sync(gap_of_the_check(engine, policy, tokenizer), 1e-3, TEMPERATURE, 8)
     nothing = Adapter(adapter.config, {n: torch.zeros_like(v) if "lora_B" in n else v for n, v in adapter.weights.items()})
     engine.load_adapter(nothing, 9)
     with pytest.raises(SyncCheckError, match=r"version 9 the engine's log-probs differ .* another model or LoRA adapter"):
-        check_sync(probe_of(engine, policy, tokenizer), 1e-3, TEMPERATURE, 9)
+        check_sync(gap_of_the_check(engine, policy, tokenizer), 1e-3, TEMPERATURE, 9)
 
 
 def without_repack(engine: LocalVLLM):

@@ -98,11 +98,11 @@ def test_a_run_is_stopped_by_a_signal_resumed_and_finished(start, cache_dir, tmp
     assert json.loads((run / "status.json").read_text())["status"] == "finished"
     assert wait_for(lambda: session(second.pid) == [], 60, screen)
     assert list((tmp_path / "sync").iterdir()) == []
-    drawn = [row for row in rows(run) if row.get("mismatch/probe_max_diff")]
-    assert [row["rollout/round"] for row in drawn] == [str(index) for index in range(6)]
-    assert all(0 < float(row["mismatch/probe_max_diff"]) < 1e-3 for row in drawn)
-    assert all(float(row["mismatch/logp_abs_diff_max"]) < 1e-3 for row in drawn)
-    assert float(drawn[-1]["trainer/global_step"]) == 21
+    generated = [row for row in rows(run) if row.get("mismatch/probe_max_diff")]
+    assert [row["rollout/round"] for row in generated] == [str(index) for index in range(6)]
+    assert all(0 < float(row["mismatch/probe_max_diff"]) < 1e-3 for row in generated)
+    assert all(float(row["mismatch/logp_abs_diff_max"]) < 1e-3 for row in generated)
+    assert float(generated[-1]["trainer/global_step"]) == 21
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["TERM", "KILL"])
@@ -131,7 +131,7 @@ def test_an_engine_that_dies_ends_the_run_with_a_checkpoint(start, cache_dir, tm
     assert wait_for(lambda: session(process.pid) == [], 60, screen)
 
 
-def test_a_run_that_draws_beside_its_training_has_the_data_of_one_that_does_not(cache_dir, tmp_path):
+def test_a_run_that_generates_in_the_background_has_the_data_of_one_that_does_not(cache_dir, tmp_path):
     """Partial rollouts, a lag of one round: both sides agree on every token by the weights of the version that it has."""
     common = (
         *VLLM,
@@ -147,12 +147,12 @@ def test_a_run_that_draws_beside_its_training_has_the_data_of_one_that_does_not(
         "rollout.max_attempts=6",
     )
     run_experiment(tmp_path / "after", *common)
-    run_experiment(tmp_path / "beside", *common, "schedule.overlap=true")
-    assert "time/wait" in (tmp_path / "beside" / "timing.csv").read_text()
+    run_experiment(tmp_path / "background", *common, "schedule.overlap=true")
+    assert "time/wait" in (tmp_path / "background" / "timing.csv").read_text()
     assert "time/wait" not in (tmp_path / "after" / "timing.csv").read_text()
     spans: set[int] = set()
     for n in range(5):
-        pool, other = load_pool(tmp_path / "beside" / "rounds", n), load_pool(tmp_path / "after" / "rounds", n)
+        pool, other = load_pool(tmp_path / "background" / "rounds", n), load_pool(tmp_path / "after" / "rounds", n)
         assert pool.rows == other.rows
         batch, mask = pool.batch, pool.batch.response_mask
         assert torch.equal(batch.input_ids, other.batch.input_ids)
@@ -165,10 +165,10 @@ def test_a_run_that_draws_beside_its_training_has_the_data_of_one_that_does_not(
             assert row[here].tolist() == sorted(row[here].tolist())
             spans.add(len(set(row[here].tolist())))
     assert max(spans) >= 2
-    trained = [row for row in rows(tmp_path / "beside") if row.get("policy/loss")]
+    trained = [row for row in rows(tmp_path / "background") if row.get("policy/loss")]
     assert max(float(row["policy/ratio_max"]) for row in trained) > 1.1  # the versions differ by more than the two sides do
     for update, row in enumerate(trained):
-        assert float(row["staleness/max"]) == max(load_update(tmp_path / "beside" / "updates", update + 1).ages[:, 0])
+        assert float(row["staleness/max"]) == max(load_update(tmp_path / "background" / "updates", update + 1).ages[:, 0])
         assert float(row["staleness/max"]) >= update % 4 + 4 * min(1, update // 4)
 
 

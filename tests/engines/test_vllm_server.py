@@ -338,7 +338,7 @@ def test_every_sample_is_a_request_with_its_own_seed_and_the_neutral_settings(st
     stub = stubs()
     engine = engines(stub)
     sampling = SamplingParams(temperature=0.6, max_tokens=4, top_p=0.9, top_k=7)
-    drawn = engine.generate(requests(3), sampling)
+    samples = engine.generate(requests(3), sampling)
     assert sorted(stub.bodies("/v1/completions"), key=lambda body: body["seed"]) == [
         {
             "prompt": list(request.prompt_ids), "n": 1, "seed": request.seed, "temperature": 0.6, "top_p": 0.9, "top_k": 7,
@@ -348,7 +348,7 @@ def test_every_sample_is_a_request_with_its_own_seed_and_the_neutral_settings(st
         for request in requests(3)
     ]  # fmt: skip
     assert len(engine.eos) == 1
-    assert [(r.uid, r.sample_index, r.seed) for r in drawn] == [(r.uid, r.sample_index, r.seed) for r in requests(3)]
+    assert [(r.uid, r.sample_index, r.seed) for r in samples] == [(r.uid, r.sample_index, r.seed) for r in requests(3)]
     assert engine.generate([], sampling) == []
 
 
@@ -396,9 +396,9 @@ def test_a_response_that_was_aborted_is_left_out(stubs, engines, caplog):
         return answer
 
     stub.complete = aborted
-    drawn = engine.generate(requests(3), SAMPLING)
-    assert [r.seed for r in drawn] == [100, 102]
-    assert {r.finish_reason for r in drawn} == {"stop"}
+    samples = engine.generate(requests(3), SAMPLING)
+    assert [r.seed for r in samples] == [100, 102]
+    assert {r.finish_reason for r in samples} == {"stop"}
     assert "ended it as 'abort'" in caplog.text
 
 
@@ -526,8 +526,8 @@ def test_servers_are_loaded_alike_and_share_the_requests(stubs, engines):
     servers = [stubs() for _ in range(3)]
     engine = engines(*servers)
     engine.load_weights(WEIGHTS.items(), 6)
-    drawn = engine.generate(requests(12), SAMPLING)
-    assert [r.response_ids for r in drawn] == [ids_of(request) for request in requests(12)]
+    samples = engine.generate(requests(12), SAMPLING)
+    assert [r.response_ids for r in samples] == [ids_of(request) for request in requests(12)]
     for stub in servers:
         assert stub.names()[:4] == AN_UPDATE
         assert len(stub.bodies("/v1/completions")) == 4

@@ -13,7 +13,7 @@ import lightning as L
 import torch
 
 from bapo.data.background import Ahead
-from bapo.engines.sync_check import PROMPTS, check_sync, probe
+from bapo.engines.sync_check import PROMPTS, check_sync, sync_gap
 from bapo.protocols import PolicyHandle
 from bapo.rollouts.collector import Collector
 from bapo.rollouts.groups import Group
@@ -95,7 +95,7 @@ class RolloutDataModule(L.LightningDataModule):
         collector, policy = self.collector, self.policy
         sampling, pad_id = collector.options.sampling, int(collector.tokenizer.pad_token_id)
         prompts = [collector.options.prompt.encode(collector.tokenizer, p) for p in collector.prompts[:PROMPTS]]
-        found = max(ranks.gather_from(lambda: probe(collector.engine, policy, prompts, sampling, pad_id)))
+        found = max(ranks.gather_from(lambda: sync_gap(collector.engine, policy, prompts, sampling, pad_id)))
         check_sync(found, self.sync_tolerance, sampling.temperature, policy.version())
         return {"time/sync": time.perf_counter() - start, "mismatch/probe_max_diff": found}
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 KEY_VARIABLE = "BAPO_VLLM_KEY"  # where the server finds its key
 MIDDLEWARE = "bapo.engines.auth.KeyOnEveryRoute"
 MAX_BODY_BYTES = 16 << 20  # a prompt of a million tokens is 7 MB of JSON
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class KeyOnEveryRoute:
@@ -24,11 +19,11 @@ class KeyOnEveryRoute:
     above `MAX_BODY_BYTES` or of unknown size get 413 or 411, bodies that are not JSON 400, and web sockets are closed.
     """
 
-    def __init__(self, app: App):
+    def __init__(self, app: Any):
         self.app = app
         self.key = os.environ.get(KEY_VARIABLE, "").encode()
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] != "http":

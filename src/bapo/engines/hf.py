@@ -75,11 +75,11 @@ class HFRollouts(EngineOptions):
     def max_num_seqs(self) -> int:  # type: ignore[override]
         return self.batch_size
 
-    def __call__(self, model_path: str | Path, **load: Any) -> HFEngine:  # type: ignore[override]
+    def __call__(self, model_path: str | Path, dtype: torch.dtype = torch.float32, **source: Any) -> HFEngine:
         device = self.device
         if device == "auto":
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-        return HFEngine(model_path, self.batch_size, device, **load)
+        return HFEngine(model_path, self.batch_size, device, dtype, **source)
 
 
 class HFEngine(Engine):

@@ -61,7 +61,7 @@ class VLLMOptions(EngineOptions):
             ("sync_dir", self.sync_dir is None or Path(self.sync_dir).is_dir(), "null or a folder that exists"),
             ("weight_sync", self.lora_sync == "merged" or self.weight_sync == "files", "files with lora_sync native"),
         )
-        if fixed := set(self.arguments("", torch.float32)) & set(self.engine_args):
+        if fixed := set(self._own_arguments("", torch.float32)) & set(self.engine_args):
             raise ValueError(f"rollout.engine.engine_args holds {', '.join(sorted(fixed))}: the engine's own options set that")
 
     def check(self, *conditions: tuple[str, Any, str]) -> None:
@@ -82,10 +82,13 @@ class VLLMOptions(EngineOptions):
         """True if there is GPU memory to free between two rounds of rollouts."""
         return self.sleep_level > 0 and torch.cuda.is_available()
 
-    def arguments(
+    def arguments(self, model_path: str | Path, dtype: torch.dtype, **source: Any) -> dict[str, Any]:
+        """Return the arguments of vLLM's engine by its names. dtype: the policy's; source: revision, trust_remote_code."""
+        return self._own_arguments(model_path, dtype, **source) | dict(self.engine_args)
+
+    def _own_arguments(
         self, model_path: str | Path, dtype: torch.dtype, revision: str | None = None, trust_remote_code: bool = False
     ) -> dict[str, Any]:
-        """Return the arguments of vLLM's engine by its names, without `engine_args`. dtype: the policy's."""
         arguments: dict[str, Any] = {
             "model": str(model_path),
             "revision": revision,

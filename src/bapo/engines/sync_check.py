@@ -1,4 +1,4 @@
-"""Proof that an engine serves the trainer's weights: a few responses, drawn after every sync, scored by both."""
+"""The check after every sync that an engine serves the trainer's weights: both compute the log-probs of a few samples."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class SyncCheckError(EngineError):
     """The engine does not serve the weights that the trainer sent."""
 
 
-def probe(
+def sync_gap(
     engine: Engine, policy: PolicyHandle, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, pad_id: int
 ) -> float:
-    """The largest abs(engine's log-prob - trainer's) over up to `TOKENS` tokens sampled after each of `prompts`, in nats.
+    """Return the largest |engine's log-prob - trainer's| over up to `TOKENS` tokens sampled after each of `prompts`, in nats.
 
-    The path is that of the rollouts themselves: same temperature, same log-probs of the tokens drawn. top_p and top_k are left
-    out, as they cut the engine's distribution and not the trainer's.
+    The path is that of the rollouts themselves: same temperature, same log-probs of the sampled tokens. top_p and top_k are
+    left out, as they cut the engine's distribution and not the trainer's.
     """
     plain = replace(sampling, max_tokens=min(TOKENS, sampling.max_tokens), top_p=1.0, top_k=0)
     requests = [Request("probe", index, derive_seed("probe", index), ids) for index, ids in enumerate(prompts)]
@@ -42,13 +42,13 @@ def probe(
     return float(gap.abs().nan_to_num(nan=math.inf).max())
 
 
-def check_sync(found: float, tolerance: float, temperature: float, version: int) -> None:
-    """Raises `SyncCheckError` for a difference above `tolerance`."""
-    if found <= tolerance:
+def check_sync(gap: float, tolerance: float, temperature: float, version: int) -> None:
+    """Raises `SyncCheckError` for a gap above `tolerance`."""
+    if gap <= tolerance:
         return
     raise SyncCheckError(
-        f"after the sync of policy version {version} the engine's log-probs differ from the trainer's by {found:.3g} nats; "
-        f"rollout.sync_tolerance allows {tolerance:g}. Nothing was trained on what it draws. Likely causes: the engine kept "
+        f"after the sync of policy version {version} the engine's log-probs differ from the trainer's by {gap:.3g} nats; "
+        f"rollout.sync_tolerance allows {tolerance:g}. Nothing was trained on its samples. Likely causes: the engine kept "
         "old weights or a stale output head; it serves another model or LoRA adapter; its log-probs are not those at "
         f"temperature {temperature:g}; its precision is below the trainer's (rollout.engine.dtype): set the tolerance for it."
     )

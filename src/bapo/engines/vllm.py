@@ -34,15 +34,9 @@ class VLLMRollouts(VLLMOptions):
         super().__post_init__()
         self.check(("generate_timeout_s", 0 < self.generate_timeout_s < threading.TIMEOUT_MAX, "> 0 and finite"))
 
-    def __call__(
-        self,
-        model_path: str | Path,
-        dtype: torch.dtype = torch.float32,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> LocalVLLM:
-        eos = eos_ids(model_path, revision, trust_remote_code)
-        arguments = self.arguments(model_path, dtype, revision, trust_remote_code) | dict(self.engine_args)
+    def __call__(self, model_path: str | Path, dtype: torch.dtype = torch.float32, **source: Any) -> LocalVLLM:
+        eos = eos_ids(model_path, **source)
+        arguments = self.arguments(model_path, dtype, **source)
         log.info("starting vLLM: half a minute on a small model, minutes on a large one")
         with ExitStack() as resources:
             folder = resources.enter_context(sync_folder(self.sync_dir))
@@ -110,8 +104,10 @@ class LocalVLLM(VLLMEngine):
             self._adapter = adapter
 
     def complete(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Answer]:
+        from vllm import SamplingParams as VLLMSampling
+
         prompts = [{"prompt_token_ids": list(sample.input_ids)} for sample in samples]
-        params = [vllm_sampling(sample.seed, sampling, self.eos) for sample in samples]
+        params = [VLLMSampling(**self.request(sample, sampling), detokenize=False) for sample in samples]
         outputs = self._within(
             "generate_timeout_s",
             lambda: self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter),
@@ -123,21 +119,3 @@ def _answer(output: Any) -> Answer:
     (response,) = output.outputs
     steps = [{token: entry.logprob for token, entry in step.items()} for step in response.logprobs or ()]
     return Answer(output.prompt_token_ids, response.token_ids, steps, response.finish_reason)
-
-
-def vllm_sampling(seed: int, sampling: SamplingParams, eos: Sequence[int]) -> Any:
-    """Return vLLM's own sampling parameters of one sample: log-probs of the sampled token only, no text, `eos` ends it."""
-    from vllm import SamplingParams as VLLMSampling
-
-    return VLLMSampling(
-        n=1,
-        seed=seed,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        logprobs=0,
-        detokenize=False,
-        ignore_eos=True,  # the tokenizer's; those of the generation config count
-        stop_token_ids=list(eos),
-    )

@@ -130,6 +130,20 @@ class VLLMEngine(Engine):
             raise RuntimeError(f"its answer to {sample.uid!r} lacks the log-prob of a sampled token") from error
         return sample.extended(answer.response_ids, logprobs, finish_reason, self.version)
 
+    def request(self, sample: Sample, sampling: SamplingParams) -> dict[str, Any]:
+        """Return vLLM's sampling parameters of one sample."""
+        return {
+            "n": 1,
+            "seed": sample.seed,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_tokens,
+            "logprobs": 0,  # of the sampled token only
+            "ignore_eos": True,  # the tokenizer's; those of the generation config count
+            "stop_token_ids": list(self.eos),
+        }
+
     @contextmanager
     def _errors(self, failure: str) -> Iterator[None]:
         """Turn every error of vLLM, the network or the disk into an EngineError."""

@@ -95,15 +95,9 @@ class VLLMServerRollouts(VLLMOptions):
         if not self.urls or self.weight_sync == "nccl":
             super().require()
 
-    def __call__(
-        self,
-        model_path: str | Path,
-        dtype: torch.dtype = torch.float32,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> ServerVLLM:
-        eos = eos_ids(model_path, revision, trust_remote_code)
-        arguments = self.arguments(model_path, dtype, revision, trust_remote_code) | dict(self.engine_args)
+    def __call__(self, model_path: str | Path, dtype: torch.dtype = torch.float32, **source: Any) -> ServerVLLM:
+        eos = eos_ids(model_path, **source)
+        arguments = self.arguments(model_path, dtype, **source)
         with ExitStack() as resources:
             folder = resources.enter_context(sync_folder(self.sync_dir))
             client, server = self._connect(arguments, resources)
@@ -219,21 +213,8 @@ class ServerVLLM(VLLMEngine):
         return [None if isinstance(answer, ServerFault) else _answer(answer) for answer in answers]
 
     def _body(self, sample: Sample, sampling: SamplingParams) -> dict[str, Any]:
-        body = {
-            "prompt": list(sample.input_ids),
-            "n": 1,
-            "seed": sample.seed,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_tokens": sampling.max_tokens,
-            "logprobs": 0,  # of the sampled token only
-            "ignore_eos": True,  # the tokenizer's; those of the generation config count
-            "stop_token_ids": list(self.eos),
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-        }
-        return body | ({"model": self.adapter} if self.adapter else {})
+        ids = {"prompt": list(sample.input_ids), "return_token_ids": True, "return_tokens_as_token_ids": True}
+        return self.request(sample, sampling) | ids | ({"model": self.adapter} if self.adapter else {})
 
     def last_words(self) -> str:
         return f". {self.server.tail()}" if self.server is not None else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.fabric import Fabric
 
-from bapo.engines.sync_check import TOLERANCE, check_sync, probe
+from bapo.engines.sync_check import TOLERANCE, check_sync, sync_gap
 from bapo.evaluation.policy import PolicySource
 from bapo.policy.causal_lm import DTYPES, CausalLMPolicy, load_model
 from bapo.protocols import Engine
@@ -87,7 +87,7 @@ def served(
         policy = CausalLMPolicy(load_model(source.folder(), dtype, **source.load))
         engine.load_weights(policy.named_weights(), version)
         plain = SamplingParams(temperature=1.0, max_tokens=rollout.sampling.max_tokens)
-        return probe(engine, _Scorer(policy), prompts, plain, pad_id)  # type: ignore[arg-type]
+        return sync_gap(engine, _Scorer(policy), prompts, plain, pad_id)  # type: ignore[arg-type]
 
     found = max(ranks.gather_from(work))
     check_sync(found, rollout.sync_tolerance or max(TOLERANCE[DTYPES[dtype]], TOLERANCE[engine.dtype]), 1.0, version)
