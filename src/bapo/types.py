@@ -172,7 +172,7 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class TokenStats:
-    """What the policy says of given tokens: `logprobs` and `entropy` [B, T], float32, exactly 0 outside the response."""
+    """`logprobs` of given tokens under the policy, and its `entropy` there; [B, T], float32, exactly 0 outside the response."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -180,10 +180,9 @@ class TokenStats:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss sees of a micro-batch; all [B, T]. `response_mask` is bool; masked slots may hold anything.
+    """A micro-batch as a loss gets it; all [B, T]. `response_mask` is bool; masked slots may hold anything.
 
-    `weights` >= 0: how often a token's objective counts (aggregation, mismatch correction, token filter); None: once.
-    Masses are weighted likewise: P and N are those of what is optimised.
+    weights: >= 0, of a token's objective and mass alike (aggregation, mismatch correction, token filter); None: all 1.
     """
 
     logprobs: Tensor
@@ -201,8 +200,8 @@ class LossInputs:
 class ClipBounds:
     """Bounds on the importance ratio itself (0.8, 1.2), never an epsilon; 0-dim tensors.
 
-    `positive_ratio` at these bounds and `metrics`, the search's account of itself under names of `bapo.metrics`, belong to the
-    tally it was made from; None and empty for a loss that does not search.
+    positive_ratio: at these bounds, on the tally they were chosen from; metrics: of the search, by names of `bapo.metrics`.
+    None and empty for a loss that does not search.
     """
 
     clip_low: Tensor
@@ -215,9 +214,9 @@ class ClipBounds:
 class LossOutput:
     """`loss` to differentiate, and this micro-batch's part of each metric, detached.
 
-    How parts combine over micro-batches and ranks is the metric's `reduction` in `bapo.metrics`. For who wants to look at
-    single tokens, [B, T] and without a graph: `ratio`, what the bounds are compared with, and `clipped`, bool, the tokens that
-    `policy/clip_frac` counts; None: r itself, and PPO's rule.
+    Parts combine over micro-batches and ranks by the metric's `reduction` in `bapo.metrics`. ratio, clipped: [B, T], without a
+    graph, for records of single tokens: the ratio that is compared with the bounds, and the tokens that `policy/clip_frac`
+    counts; None: r itself, and PPO's rule.
     """
 
     loss: Tensor

@@ -18,13 +18,13 @@ from bapo.losses.surrogate import MassRule, bounds_below, is_dual_clipped, ratio
 from bapo.types import ClipBounds, LossInputs
 
 SearchOrder = Literal["high_first", "low_first"]
-"""Which bound moves first; the other one starts once it has reached the end of its range."""
+"""The bound that moves first; the other one starts once it has reached the end of its range."""
 
 Balance = Literal["share", "signed"]
 """The positive ratio that the target is compared with: P / (P + N); or P / |P - N|, Eq. 8 with its bars around a signed sum."""
 
 BoundsScope = Literal["update", "micro_batch"]
-"""What shares one pair of bounds: the whole update; or each micro-batch, as the authors' code does (for comparison only)."""
+"""One pair of bounds for the whole update; or for each micro-batch, as the authors' code does (for comparison only)."""
 
 RATIO_TOLERANCE = 1e-12
 """Positive ratios nearer than this are equal: the order of a float64 sum must not decide a tie with the target."""
@@ -96,7 +96,7 @@ def tally_masses(inputs: LossInputs, clip_low: BoundRange, clip_high: BoundRange
         value = torch.where(is_dual_clipped(ratio, advantages, rule.dual_clip), dual_value, ratio)
 
     def per_bin(masses: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the positive tokens the sums up to each bin, of the negative ones those from each bin on; float64 [size]."""
+        """Sums of positive tokens up to each bin, and of negative ones from each bin on; float64 [size]."""
         sums = torch.zeros(2 * size, dtype=torch.float64, device=masses.device)
         positive, negative = sums.index_add_(0, bins, masses.double().flatten()).split(size)
         return positive.cumsum(0), negative.flip(0).cumsum(0).flip(0)

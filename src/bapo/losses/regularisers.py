@@ -33,11 +33,11 @@ def regularised(
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, response_mask: Tensor, estimator: KlEstimator) -> Tensor:
     """KL(policy || reference) from the sampled token alone, 0 in masked slots; d = logprobs - reference_logprobs within +-20.
 
-    As values, for tokens that the policy itself drew: k1 = d is unbiased; k2 = d^2 / 2 is biased, with less variance;
-    k3 = exp(-d) - 1 + d is unbiased and >= 0. As gradients they differ: that of k1 is the score alone, whose mean is 0, so it
-    regularises nothing; that of k2, d * score, is in the mean the gradient of this KL; that of k3, (1 - exp(-d)) * score, is
-    that of the reversed KL(reference || policy) and agrees with k2 only near d = 0. None is corrected for tokens of an older
-    policy, and beyond the clamp there is no gradient. Source: Schulman, "Approximating KL divergence" (2020).
+    Values, for tokens that the policy itself sampled: k1 = d is unbiased; k2 = d^2 / 2 is biased, with less variance;
+    k3 = exp(-d) - 1 + d is unbiased and >= 0. Gradients, with g = grad log pi: k1's is g, whose mean is 0, so it regularises
+    nothing; k2's is d g, in the mean the gradient of this KL; k3's is (1 - exp(-d)) g, that of the reversed KL(reference ||
+    policy), and agrees with k2's only near d = 0. None is corrected for off-policy tokens, and beyond the clamp there is no
+    gradient. Source: Schulman, "Approximating KL divergence" (2020).
     """
     d = (keep(logprobs, response_mask) - keep(reference_logprobs, response_mask)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":

@@ -20,15 +20,15 @@ MAX_LOG_RATIO = 20.0
 """|log r| beyond this is clamped before exp: in float32 exp(88.8) is infinite, and the backward of an unused branch 0 * inf."""
 
 Mass = Literal["gradient", "surrogate"]
-"""What a token weighs in P or N: r|A| when it is not clipped, else 0; or the absolute value of its clipped objective."""
+"""Mass of a token in P or N: r|A| when it is not clipped, else 0; or the absolute value of its clipped objective."""
 
 MassWeight = Literal["none", "behaviour_prob"]
-"""What a mass is multiplied by: nothing; or the probability under the behaviour policy, as arXiv 2510.18927 prints Eq. 8."""
+"""Factor of a mass: none; or the probability under the behaviour policy, as arXiv 2510.18927 prints Eq. 8."""
 
 
 @dataclass(frozen=True)
 class MassRule:
-    """What a token weighs in P and N. dual_clip: c if the masses know the dual clip; None if only the loss does, or nobody."""
+    """Mass of a token in P and N. dual_clip: c if the masses apply the dual clip; None if they do not."""
 
     mass: Mass = "gradient"
     weight: MassWeight = "none"
@@ -46,7 +46,7 @@ class MassRule:
 def importance_ratio(logprobs: Tensor, behaviour_logprobs: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """(r, log r) with r = exp(logprobs - behaviour_logprobs); 1 and 0 in masked slots, where the inputs may hold anything.
 
-    log r is returned as it is, r is the exponential of log r clamped at +-MAX_LOG_RATIO: finite, and without gradient there.
+    log r is returned unclamped, r is the exponential of log r clamped at +-MAX_LOG_RATIO: finite, and without gradient there.
     An infinite log-ratio (a probability of zero) is NaN as one of two zeros is, so that the loss shows it.
     """
     log_ratio = keep(finite_or_nan(logprobs - behaviour_logprobs), response_mask)
@@ -71,7 +71,7 @@ def token_weights(inputs: LossInputs) -> Tensor:
 
 
 def clip_counts(ratio: Tensor, advantages: Tensor, clip_lows: Tensor, clip_highs: Tensor) -> Tensor:
-    """How many bounds clip each token, int32 [B, T]: the one rule for "is clipped", of the search and of the loss.
+    """Number of bounds that clip each token, int32 [B, T]: the one rule for "is clipped", in the search and in the loss.
 
     A token with A > 0 is clipped by every bound of `clip_highs` below r, one with A < 0 by every bound of `clip_lows` above r;
     one with A = 0 by none, and so is a NaN. Both bound vectors ascend, [K_low] and [K_high], and are compared in r's precision.
@@ -82,7 +82,7 @@ def clip_counts(ratio: Tensor, advantages: Tensor, clip_lows: Tensor, clip_highs
 
 
 def bounds_below(ratio: Tensor, clip_lows: Tensor, clip_highs: Tensor) -> Tensor:
-    """How many bounds of both ranges lie below r, int32 [B, T]; for `clip_lows` r itself counts as above it.
+    """Number of bounds of both ranges below r, int32 [B, T]; a bound of `clip_lows` equal to r counts as below it.
 
     With one look-up for both signs: "low <= r" is "the number just below low < r".
     """
@@ -115,7 +115,7 @@ def check_fixed_bounds(clip_low: float, clip_high: float, of: str = "the ratio",
 def is_clipped(
     ratio: Tensor, advantages: Tensor, clip_low: Tensor, clip_high: Tensor, dual_clip: float | None = None
 ) -> Tensor:
-    """Does the objective of a token ignore its ratio at these 0-dim bounds and this dual clip? bool [B, T]."""
+    """True where the objective of a token ignores its ratio at these 0-dim bounds and this dual clip; bool [B, T]."""
     by_bounds = clip_counts(ratio, advantages, clip_low[None], clip_high[None]) > 0
     return by_bounds if dual_clip is None else by_bounds | is_dual_clipped(ratio, advantages, dual_clip)
 

@@ -40,7 +40,7 @@ class Checkpoints(ModelCheckpoint):
         super().on_train_batch_end(trainer, pl_module, *args)
         ends = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
         if ends or trainer.should_stop:
-            self._save_newest(trainer)
+            self._save_newest(trainer, between=False)
         if trainer.is_global_zero:
             steps = checkpoint_steps(Path(str(self.dirpath)))
             for path in [path for path, step in steps.items() if step < max(steps.values())]:
@@ -49,21 +49,21 @@ class Checkpoints(ModelCheckpoint):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A stop between two epochs (EarlyStopping) is saved too."""
         super().on_train_end(trainer, pl_module)
-        self._save_newest(trainer)
+        self._save_newest(trainer, between=trainer.is_last_batch)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """A failed engine takes no update with it: what was trained since the last checkpoint is saved."""
         if isinstance(exception, EngineError):
-            self._save_newest(trainer)
+            self._save_newest(trainer, between=trainer.is_last_batch)
 
-    def _save_newest(self, trainer: L.Trainer) -> None:
+    def _save_newest(self, trainer: L.Trainer, between: bool) -> None:
+        """Saves unless that is done. between: two epochs; the one before is saved as at its last update, like all others."""
         folder, step = Path(str(self.dirpath)), trainer.global_step
         if trainer.fast_dev_run or step in {0, *checkpoint_steps(folder).values()}:
             return
         progress: Any = trainer.fit_loop.epoch_progress.current
         before = progress.processed, progress.completed
-        if progress.processed == progress.started:
-            # Between two epochs. The one before is saved as at its last update, where every other checkpoint stands.
+        if between:
             progress.processed = progress.completed = progress.completed - 1
         trainer.save_checkpoint(folder / f"update={step:06d}.ckpt")
         progress.processed, progress.completed = before
