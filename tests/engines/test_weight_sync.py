@@ -21,6 +21,7 @@ from bapo.engines.weight_sync import (
     sync_folder,
     write_weights,
 )
+from bapo.files import digest
 from bapo.types import Adapter
 
 
@@ -61,7 +62,7 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatc
 
 def test_leftovers_of_dead_processes_are_taken_away_and_others_are_not(tmp_path):
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    dead, here = int(done.stdout), f"bapo-sync-{socket.gethostname()}"
+    dead, here = int(done.stdout), f"bapo-sync-{digest(socket.gethostname())}"
     kept = {f"{here}-{os.getpid()}-mine", f"bapo-sync-elsewhere-{dead}-theirs", "bapo-sync-notes"}
     for name in (*kept, f"{here}-{dead}-dead"):
         (tmp_path / name).mkdir()

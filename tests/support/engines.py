@@ -10,8 +10,6 @@ import torch
 from bapo.rollouts.pool import collate
 from bapo.types import Request, Sample
 
-Asked = Request
-
 
 def asked(uid: str, sample_index: int, seed: int, prompt_ids: Sequence[int]) -> Any:
     """A sample of which nothing has been generated yet."""

@@ -119,7 +119,7 @@ class VLLMServerRollouts(VLLMOptions):
             if SOCKET_VARIABLE not in os.environ:
                 raise ValueError("rollout.engine.urls is []; ranks that Lightning does not start need the url of a server")
             return replace(client, socket=os.environ[SOCKET_VARIABLE]), None
-        folder = resources.enter_context(sync_folder())  # the path of a socket must be short
+        folder = resources.enter_context(sync_folder())  # not in sync_dir: the path of a socket must be short
         client = replace(client, socket=str(folder / "server.sock"))
         command = server_command(arguments, "--uds", str(client.socket))
         server = ServerProcess(command, self.environment(self.gpus, switches(self)), folder / "server.log")

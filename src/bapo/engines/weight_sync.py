@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bapo.files import digest
 from bapo.types import Adapter
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -34,9 +35,10 @@ def sync_folder(parent: str | None = None) -> Iterator[Path]:
     root = Path(parent) if parent else SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     if not root.is_dir():
         raise ValueError(f"rollout.engine.sync_dir is {parent!r}; there is no such folder")
-    prefix = f"bapo-sync-{socket.gethostname()}-"  # several machines may share the folder
+    # Several machines may share the folder. A digest of the host name, as the path of a socket must have < 108 characters.
+    prefix = f"bapo-sync-{digest(socket.gethostname())}-"
     for leftover in root.glob("bapo-sync-*"):
-        owner = re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", leftover.name)
+        owner = re.fullmatch(rf"{prefix}(\d+)-\w+", leftover.name)
         with suppress(FileNotFoundError):  # another rank removes it too
             if owner and leftover.stat().st_uid == os.getuid() and not psutil.pid_exists(int(owner[1])):
                 shutil.rmtree(leftover, ignore_errors=True)
