@@ -28,6 +28,12 @@ def write_text_atomic(target: Path, text: str) -> None:
     write_atomic(target, lambda path: path.write_text(text, encoding="utf-8"))
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest(*parts: Any) -> str:
     """16 hex digits that stand for `parts`, which JSON can hold."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

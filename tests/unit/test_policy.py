@@ -1,4 +1,4 @@
-"""Scoring: which logits belong to which token, masks, precision, memory. FAULTS 12-16, 23, 56."""
+"""Log-probs: which logits belong to which token, masks, precision, memory."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a policy: the weights that training changes. The rest comes from where the policy came from."""
+"""A checkpoint holds the weights that training changes; the frozen ones come from the model that the policy was made of."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import nn
 
 
 def without_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Takes the frozen weights of `module` out of `checkpoint["state_dict"]`; `checkpoint["base"]` will know them again."""
+    """Takes the frozen weights of `module` out of `checkpoint["state_dict"]`; `checkpoint["base"]` is their fingerprint."""
     if frozen := _frozen(module):
         checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name not in frozen}
         checkpoint["base"] = fingerprint(frozen)
 
 
 def with_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Puts the frozen weights of `module` into `checkpoint["state_dict"]`, which then is a whole one.
+    """Puts the frozen weights of `module` into `checkpoint["state_dict"]`, which then is whole.
 
-    Raises ValueError unless the checkpoint holds exactly the other weights of `module`, and was made over the same frozen ones.
+    Raises ValueError unless the checkpoint holds exactly the other weights of `module` and was made over the same frozen ones.
     """
     frozen, saved = _frozen(module), checkpoint["state_dict"]
     own = {name: value for name, value in module.state_dict().items() if name not in frozen}
@@ -27,11 +27,10 @@ def with_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
         for where, names in (("checkpoint", saved.keys() - own.keys()), ("policy", own.keys() - saved.keys()))
         if names
     ]
-    other = [name for name in sorted(saved.keys() & own.keys()) if saved[name].shape != own[name].shape]
-    faults += [
-        f"{name} is {list(saved[name].shape)} in the checkpoint and {list(own[name].shape)} in the policy ({len(other)} such)"
-        for name in other[:1]
-    ]
+    resized = [name for name in sorted(saved.keys() & own.keys()) if saved[name].shape != own[name].shape]
+    for name in resized[:1]:
+        shapes = f"{list(saved[name].shape)} in the checkpoint and {list(own[name].shape)} in the policy"
+        faults.append(f"{name} is {shapes} ({len(resized)} such)")
     if not faults and frozen and checkpoint.get("base") != fingerprint(frozen):
         faults = ["its adapter was trained on other base weights than the policy's"]
     if faults:
@@ -46,7 +45,7 @@ def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def fingerprint(parameters: dict[str, nn.Parameter]) -> int:
-    """A number that changes with the parameters' bits, though not with their order inside one; the same on every device."""
+    """A number that depends on the parameters' names and bits, not on the device nor on the order inside a parameter."""
     total = 0
     for name in sorted(parameters):
         raw = parameters[name].contiguous().view(-1).view(torch.uint8)

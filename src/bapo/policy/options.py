@@ -1,4 +1,4 @@
-"""The options of a policy: what conf/policy may say."""
+"""The options of a policy, the fields of conf/policy."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class PolicyOptions:
 
     @property
     def source(self) -> dict[str, Any]:
-        """What goes with a path wherever something is loaded from it."""
+        """Arguments that go with a path wherever something is loaded from it."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
     def model_path(self, task: Any) -> str | Path:
-        """Where the model is: `path`, or the folder that `warm_start` makes for `task`."""
+        """Folder or hub id of the model: `path`, or the folder that `warm_start` makes for `task`."""
         return self.path if self.warm_start is None else self.warm_start(task)  # type: ignore[return-value]
 
     def load(self, path: str | Path, temperature: float, seed: int) -> CausalLMPolicy:
@@ -70,5 +70,5 @@ class PolicyOptions:
         return CausalLMPolicy(model, temperature, self.chunk_tokens)
 
     def load_reference(self, path: str | Path, temperature: float) -> CausalLMPolicy:
-        """The policy as it was before training, for good."""
+        """The frozen reference policy: the policy before its first update."""
         return replace(self, lora=None, gradient_checkpointing=False).load(path, temperature, seed=0)

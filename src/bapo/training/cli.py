@@ -82,7 +82,7 @@ def explain(error: Exception, overrides: Sequence[str] = (), config: str = "trai
 def _files_beside(choice: str) -> str:
     """For `group/file` that is not there: which files the group has, and which was meant."""
     group, _, name = choice.rpartition("/")
-    names = sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group else []
+    names = sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml")) if group else []
     near = difflib.get_close_matches(name.removesuffix(".yaml"), names, n=1)
     return (f"; nearest: {near[0]!r}" if near else "") + (f"; conf/{group} has {', '.join(names)}" if names else "")
 
