@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from bapo.types import Adapter, Batch, ClipBounds, LossInputs, LossOutput, Prompt, Request, Sample, SamplingParams, TokenStats
+from bapo.types import Adapter, Batch, ClipBounds, LossInputs, LossOutput, Prompt, Sample, SamplingParams, TokenStats
 
 Split = Literal["train", "test"]
 
@@ -66,8 +66,8 @@ class Engine:
     def set_version(self, version: int) -> None:
         """Another rank has loaded the shared engine with the weights of this version."""
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
-        """One sample per request, in any order; join by (uid, sample_index). One that failed for good is left out.
+    def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
+        """Each sample extended by at most sampling.max_tokens tokens, in any order; one that failed for good is left out.
 
         Raises EngineError if nothing could be generated.
         """

@@ -26,7 +26,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an engine draws tokens. `temperature` 0 means greedy (evaluation only)."""
+    """How an engine samples tokens. `temperature` 0 means greedy (evaluation only)."""
 
     temperature: float = 1.0
     max_tokens: int = 1024
@@ -45,67 +45,74 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One response to draw. (`uid`, `sample_index`) identifies it; `seed` alone decides its random numbers."""
-
-    uid: str
-    sample_index: int
-    seed: int
-    prompt_ids: tuple[int, ...]
-
-    def answered(
-        self, ids: Sequence[int], logprobs: Sequence[float], finish_reason: Literal["stop", "length"], policy_version: int
-    ) -> Sample:
-        """The rollout of this request with these response ids and the engine's log-probs of them."""
-        drawn: dict[str, Any] = {"response_ids": tuple(ids), "sampler_logprobs": tuple(logprobs)}
-        return Sample(**vars(self), **drawn, finish_reason=finish_reason, policy_version=policy_version)
-
-    extended = answered
-
-    @property
-    def input_ids(self) -> tuple[int, ...]:
-        return self.prompt_ids
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.uid, self.sample_index
-
-
-@dataclass(frozen=True)
 class Sample:
-    """One drawn response as token ids, with the engine's log-prob of every token (temperature applied).
+    """One response to a prompt, from request to pool. (`uid`, `sample_index`) is its identity; every join is by it.
 
-    `response_ids` holds the end-of-sequence token when the response ended by itself (`finish_reason` "stop"). versions: of the
-    weights that drew each token; an engine gives the one `policy_version`. That of a response drawn in several spans is the
-    oldest.
+    uid: of its group. seed: decides the random numbers of the next generation. prompt_ids, response_ids: token ids; a
+    response that ended by itself (`finish_reason` "stop") holds the end-of-sequence token. finish_reason None: nothing is
+    generated yet; "length": cut, and may be continued. sampler_logprobs: the engine's log-prob of every token, temperature
+    applied. versions: of the policy that generated each token. policy_stats: float32 [3, n], behaviour log-prob, entropy and
+    reference log-prob of the first n tokens, by the trainer's weights of their round; None: of none. text, correctness, terms:
+    set by the grader; the text has no special tokens, a correctness of None could not be verified.
     """
 
     uid: str
     sample_index: int
     seed: int
     prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    sampler_logprobs: tuple[float, ...]
-    finish_reason: Literal["stop", "length"]
-    policy_version: int
+    response_ids: tuple[int, ...] = ()
+    sampler_logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
+    finish_reason: Literal["stop", "length"] | None = None
+    policy_stats: Tensor | None = field(default=None, compare=False, repr=False)
+    text: str = ""
+    correctness: float | None = None
+    terms: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.versions:
-            object.__setattr__(self, "versions", (self.policy_version,) * len(self.response_ids))
         assert len(self.response_ids) == len(self.sampler_logprobs) == len(self.versions), self.uid
 
-    def continued(self, span: Sample) -> Sample:
-        """This response and, after it, the tokens of `span`, whose prompt ended with this one's ids."""
-        assert span.prompt_ids == self.prompt_ids + self.response_ids, self.uid
-        assert (span.uid, span.sample_index) == (self.uid, self.sample_index)
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.uid, self.sample_index
+
+    @property
+    def input_ids(self) -> tuple[int, ...]:
+        """Prompt and response so far: what the next token follows."""
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest policy that generated a token of it; -1 if it has none."""
+        return min(self.versions, default=-1)
+
+    @property
+    def spans(self) -> int:
+        """Policies that generated it."""
+        return len(set(self.versions))
+
+    @property
+    def verified(self) -> bool:
+        return self.correctness is not None
+
+    @property
+    def reward(self) -> float:
+        """Correctness, 0 where it could not be verified, and the terms added to it."""
+        return (self.correctness or 0.0) + sum(self.terms.values())
+
+    def is_finished(self, max_tokens: int) -> bool:
+        return self.finish_reason == "stop" or len(self.response_ids) >= max_tokens
+
+    def extended(
+        self, ids: Sequence[int], logprobs: Sequence[float], finish_reason: Literal["stop", "length"], version: int
+    ) -> Sample:
+        """This sample with further tokens, generated by the policy of `version` with these log-probs."""
         return replace(
             self,
-            response_ids=self.response_ids + span.response_ids,
-            sampler_logprobs=self.sampler_logprobs + span.sampler_logprobs,
-            versions=self.versions + span.versions,
-            finish_reason=span.finish_reason,
-            policy_version=min(self.versions + span.versions),
+            response_ids=self.response_ids + tuple(ids),
+            sampler_logprobs=self.sampler_logprobs + tuple(logprobs),
+            versions=self.versions + (version,) * len(ids),
+            finish_reason=finish_reason,
         )
 
 
@@ -116,7 +123,7 @@ class Batch:
     input_ids, policy_version: int64 [B, T]; attention_mask, response_mask: bool [B, T];
     behaviour_logprobs, sampler_logprobs, behaviour_entropy, reference_logprobs: float32 [B, T], 0 outside the response
     (reference_logprobs everywhere, without a reference policy); advantages, rewards: float32 [B].
-    policy_version is the number of optimizer updates behind the weights that drew the token, -1 outside the response.
+    policy_version: completed optimizer updates of the policy that generated the token, -1 outside the response.
     """
 
     input_ids: Tensor
@@ -137,8 +144,8 @@ class Batch:
         """Tokens of each row without padding, int64 [B]."""
         return self.attention_mask.sum(dim=1)
 
-    def ages(self, version: int) -> Tensor:
-        """Updates from the weights that drew each trained token to those of `version`, int64 [N]."""
+    def staleness(self, version: int) -> Tensor:
+        """Updates from the policy that generated each trained token to that of `version`, int64 [N]."""
         return (version - self.policy_version)[self.response_mask]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:

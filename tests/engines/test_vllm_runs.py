@@ -186,7 +186,7 @@ def test_the_experiment_on_qwen3_runs_here_but_for_its_model_and_data(byte_model
     )  # fmt: skip
     assert metrics["trainer/global_step"] == 32
     assert 0 < metrics["mismatch/probe_max_diff"] < 0.5  # the engine computes in bfloat16
-    assert metrics["rollout/groups_drawn"] == 8
+    assert metrics["rollout/groups_generated"] == 8
 
 
 def test_no_process_outlives_a_run_killed_while_its_engine_starts(start, cache_dir, tmp_path):

@@ -21,7 +21,7 @@ from bapo.engines import vllm_engine
 from bapo.engines.server_check import server_command, switches
 from bapo.engines.vllm_server import ServerVLLM, VLLMServerRollouts
 from bapo.protocols import EngineError
-from bapo.rollouts.grading import draw
+from bapo.rollouts.grading import generate_graded
 from bapo.rollouts.prompt_format import PLAIN
 from bapo.types import Adapter, Prompt, SamplingParams
 
@@ -458,10 +458,10 @@ def test_a_request_that_fails_for_good_is_left_out_and_its_group_dropped(stubs, 
             return [1.0] * len(responses)
 
     prompts = [(uid, Prompt(uid, "1", "1")) for uid in "pq"]
-    judged = draw(
+    judged = generate_graded(
         engine, AllRight(), tokenizer, PLAIN, prompts, SAMPLING, 4, lambda uid, index: (10 if uid == "p" else 20) + index
     )
-    assert [(s.rollout.uid, s.rollout.sample_index) for s in judged] == [("q", i) for i in range(4)]
+    assert [(s.uid, s.sample_index) for s in judged] == [("q", i) for i in range(4)]
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])

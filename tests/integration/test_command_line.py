@@ -107,7 +107,7 @@ def test_a_failing_job_of_a_sweep_stops_no_other_and_says_why(tiny: tuple[str, .
     assert {path.name for path in jobs[3].iterdir()} == FILES | {"wandb"}
 
     log = (jobs[1] / "train.log").read_text()
-    reason = "after rollout.max_attempts=3 draws only 0 of 192 finished responses are in groups with differing rewards"
+    reason = "after rollout.max_attempts=3 batches only 0 of 192 finished responses are in groups with differing rewards"
     assert "Traceback (most recent call last)" in log
     assert reason in log
     assert reason in str(status(jobs[1])["error"])

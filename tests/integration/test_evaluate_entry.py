@@ -293,12 +293,12 @@ def test_a_benchmark_of_boxed_answers_is_judged_and_voted_on(byte_model, tmp_pat
     plain = HFEngine.generate
 
     def generate(self, requests, sampling):
-        if requests[0].uid == "probe":
+        if requests[0].uid == "sync":
             return plain(self, requests, sampling)
         drawn = []
         for request in requests:
             ids = [*tokenizer(texts[request.sample_index])["input_ids"], tokenizer.eos_token_id]
-            drawn.append(request.answered(ids, [-1.0] * len(ids), "stop", self.version))
+            drawn.append(request.extended(ids, [-1.0] * len(ids), "stop", self.version))
         return drawn
 
     monkeypatch.setattr(HFEngine, "generate", generate)
@@ -355,7 +355,7 @@ def test_training_and_both_evaluations_ask_with_the_same_ids(bos_model, tmp_path
 
     def generate(self, requests, sampling):
         for request in requests:
-            if request.uid != "probe":
+            if request.uid != "sync":
                 uid, _, epoch = request.uid.partition("@")
                 asked["pool" if epoch else stage[0]].add((uid, request.prompt_ids))
         return plain(self, requests, sampling)

@@ -300,7 +300,7 @@ def test_evaluation_and_training_each_draw_by_their_own_settings(cache_dir, tmp_
     plain = HFEngine.generate
 
     def generate(self, requests, sampling):
-        kinds = {"train" if "@" in r.uid else "eval" for r in requests if r.uid != "probe"}
+        kinds = {"train" if "@" in r.uid else "eval" for r in requests if r.uid != "sync"}
         for kind in kinds:
             asked[kind].add(sampling)
         return plain(self, requests, sampling)

@@ -15,24 +15,23 @@ from test_rollouts import Echo
 
 from bapo.advantages import GroupRelativeAdvantage
 from bapo.module import BapoModule
-from bapo.protocols import EngineError
+from bapo.protocols import Engine, EngineError
 from bapo.rollouts.collector import Collector, RolloutOptions
 from bapo.rollouts.groups import Group, PartialRollouts, load_groups, save_groups
-from bapo.rollouts.pool import load_carried, load_pool
+from bapo.rollouts.pool import load_pool, load_unfinished
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import prompt_slots
-from bapo.types import Request, Sample, SamplingParams, TokenStats
+from bapo.types import Sample, SamplingParams, TokenStats
 
 MAX_TOKENS = 12
 
 
-class SpanEngine:
+class SpanEngine(Engine):
     """Response (uid, index) is `length(request)` tokens long, its last one EOS; token t of it is 2 + t % 10."""
 
     def __init__(self, length, eos: int):
         self.length, self.eos, self.version = length, eos, -1
-        self.asked: list[tuple[Request, int]] = []
-        self.origin: dict[tuple[str, int], int] = {}
+        self.asked: list[tuple[Sample, int]] = []
 
     def load_weights(self, weights, version):
         self.version = version
@@ -41,14 +40,14 @@ class SpanEngine:
         self.asked += [(r, sampling.max_tokens) for r in requests]
         rollouts = []
         for r in requests:
-            begin = len(r.prompt_ids) - self.origin.setdefault((r.uid, r.sample_index), len(r.prompt_ids))
+            begin = len(r.response_ids)
             total = self.length(r)
             ids = [2 + t % 10 for t in range(begin, min(total, begin + sampling.max_tokens))]
             stops = begin + len(ids) == total
             if stops:
                 ids[-1] = self.eos
             logprobs = [-self.version - t / 100 for t in range(begin, begin + len(ids))]
-            rollouts.append(r.answered(ids, logprobs, "stop" if stops else "length", self.version))
+            rollouts.append(r.extended(ids, logprobs, "stop" if stops else "length", self.version))
         return rollouts[::-1]
 
     def close(self): ...
@@ -103,21 +102,21 @@ def test_a_response_of_two_spans_keeps_what_each_policy_said(tokenizer):
     engine.length, engine.origin = length, {}
     first = made.collect(0, {}, VersionPolicy(3), 2, Ranks())
     assert {uid for uid, _, _ in first.rows} == {uids[2]}  # the finished group; of the others not even the finished response
-    assert [group.uid for group in first.carried] == uids[:2]
+    assert [group.uid for group in first.unfinished] == uids[:2]
     assert set(uids) <= every
     assert {limit for _, limit in engine.asked} == {4}
     assert not any(key.startswith(uids[0].split("@")[0] + " ") for key in task.judged)
-    assert first.meta["metrics"]["partial/pending_groups"] == 2
+    assert first.meta["metrics"]["partial/unfinished_groups"] == 2
 
     engine.load_weights([], 5)
     engine.asked.clear()
-    second = made.collect(1, first.meta, VersionPolicy(5), 2, Ranks(), first.carried)
+    second = made.collect(1, first.meta, VersionPolicy(5), 2, Ranks(), first.unfinished)
     resumed = [r for r, _ in engine.asked if r.uid == uids[0]]
     assert len(resumed) == 1  # its other response is finished
     (row,) = [i for i, (uid, index, _) in enumerate(second.rows) if (uid, index) == (uids[0], 1)]
     batch, mask = second.batch, second.batch.response_mask[row]
     prompt = batch.input_ids[row][batch.attention_mask[row] & ~mask].tolist()
-    assert list(resumed[0].prompt_ids) == [*prompt, 2, 3, 4, 5]
+    assert list(resumed[0].input_ids) == [*prompt, 2, 3, 4, 5]
     assert batch.input_ids[row][mask].tolist() == [2, 3, 4, 5, 6, 7, eos]
     assert batch.policy_version[row][mask].tolist() == [3, 3, 3, 3, 5, 5, 5]
     said = torch.tensor([-3 - t / 100 for t in range(4)] + [-5 - t / 100 for t in range(4, 7)])
@@ -134,7 +133,7 @@ def test_the_last_span_asks_for_what_is_left_only(tokenizer):
     made = collector(engine, tokenizer, Length(), PartialRollouts(tokens_per_round=5))
     engine.load_weights([], 0)
     pool = made.collect(0, {}, VersionPolicy(0), 4, Ranks())
-    by_length = Counter((len(r.prompt_ids) - 3, limit) for r, limit in engine.asked if r.sample_index == 1)
+    by_length = Counter((len(r.response_ids), limit) for r, limit in engine.asked if r.sample_index == 1)
     assert by_length == {(0, 5): 6, (5, 5): 4, (10, 2): 2}  # two groups are begun with every draw
     lengths = pool.batch.response_mask.sum(dim=1)
     assert sorted(lengths.tolist()) == [1, 1, 12, 12]
@@ -161,7 +160,7 @@ def test_every_round_begins_as_many_groups_and_none_trains_on_the_shortest_alone
     for round_index in range(5):
         engine.load_weights([], 4 * round_index)
         pool = made.collect(round_index, before, VersionPolicy(4 * round_index), 2, Ranks(), carried)
-        before, carried = pool.meta, pool.carried
+        before, carried = pool.meta, pool.unfinished
         drawn.append((before["next_prompt"], len(pool.rows) // 2, len(carried)))
     # (begun so far, trained on, pending): three draws for the first pool; then as many are trained on as are begun.
     assert drawn == [(30, 12, 18), (40, 10, 18), (50, 10, 18), (60, 10, 18), (70, 10, 18)]
@@ -181,21 +180,21 @@ def test_a_group_that_too_many_policies_have_left_unfinished_is_given_up(tokeniz
     first_uids += [made._new_group(made.prompts[i], e).uid for i, e in prompt_slots(len(made.prompts), 0, 2, made.seed)]
     engine.load_weights([], 0)
     first = made.collect(0, {}, VersionPolicy(0), 2, Ranks())
-    assert (len(first.rows), len(first.carried), first.meta["metrics"]["partial/dropped_groups"]) == (2, 1, 0)
+    assert (len(first.rows), len(first.unfinished), first.meta["metrics"]["partial/dropped_groups"]) == (2, 1, 0)
     engine.load_weights([], 4)
-    second = made.collect(1, first.meta, VersionPolicy(4), 2, Ranks(), first.carried)
+    second = made.collect(1, first.meta, VersionPolicy(4), 2, Ranks(), first.unfinished)
     assert second.meta["metrics"]["partial/dropped_groups"] == 1
     assert second.meta["metrics"]["partial/dropped_length_mean"] == 8
     assert second.meta["metrics"]["partial/trained_length_mean"] == 2.5  # giving up favours short answers
     assert "partial/dropped_reward_mean" not in second.meta["metrics"]  # none of them was finished
-    assert second.carried == ()
+    assert second.unfinished == ()
 
 
 @pytest.mark.parametrize(("version", "limit", "dropped"), [(7, 2, [4]), (7, 0, [4, 5, 6]), (7, None, [])])
 def test_what_is_too_old_is_given_up_whole(tokenizer, version, limit, dropped):
     engine = SpanEngine(lambda r: 6 if r.sample_index else 2, tokenizer.eos_token_id)
     made = collector(engine, tokenizer, Length(), PartialRollouts(tokens_per_round=4), prompts_per_round=1)
-    made.max_age = limit
+    made.most_staleness = limit
     carried: list[Group] = []
     for at, old in enumerate((4, 5, 6, 7)):
         engine.load_weights([], old)
@@ -232,19 +231,19 @@ def test_groups_come_back_from_their_file_as_they_were(tokenizer, tmp_path):
     made = collector(engine, tokenizer, Length(), PartialRollouts(tokens_per_round=4))
     groups = [Group_of(made, position, engine) for position in range(3)]
     groups = [
-        replace(g, members=tuple(replace(m, scores=torch.rand(3, len(m.rollout.response_ids))) for m in g.members))
+        replace(g, samples=tuple(replace(s, policy_stats=torch.rand(3, len(s.response_ids))) for s in g.samples))
         for g in groups
     ]
-    save_groups(groups, tmp_path / "carried_00001")
-    back = load_groups(tmp_path / "carried_00001")
-    assert [[m.rollout for m in g.members] for g in back] == [[m.rollout for m in g.members] for g in groups]
-    assert [(g.uid, g.prompt, [m.spans for m in g.members]) for g in back] == [(g.uid, g.prompt, [1, 1]) for g in groups]
+    save_groups(groups, tmp_path / "unfinished_00001")
+    back = load_groups(tmp_path / "unfinished_00001")
+    assert [g.samples for g in back] == [g.samples for g in groups]
+    assert [(g.uid, g.prompt, [s.spans for s in g.samples]) for g in back] == [(g.uid, g.prompt, [1, 1]) for g in groups]
     for one, other in zip(back, groups, strict=True):
-        assert all(torch.equal(a.scores, b.scores) for a, b in zip(one.members, other.members, strict=True))
-    assert load_groups(tmp_path / "carried_00002") == []
-    (tmp_path / "carried_00001.json").write_text("[{")
-    with pytest.raises(ValueError, match=r"carried_00001.* is damaged"):
-        load_groups(tmp_path / "carried_00001")
+        assert all(torch.equal(a.policy_stats, b.policy_stats) for a, b in zip(one.samples, other.samples, strict=True))
+    assert load_groups(tmp_path / "unfinished_00002") == []
+    (tmp_path / "unfinished_00001.json").write_text("[{")
+    with pytest.raises(ValueError, match=r"unfinished_00001.* is damaged"):
+        load_groups(tmp_path / "unfinished_00001")
 
 
 @settings(max_examples=40, deadline=None)
@@ -252,11 +251,13 @@ def test_groups_come_back_from_their_file_as_they_were(tokenizer, tmp_path):
     seed=st.integers(0, 10**6),
     tokens=st.integers(1, 6),
     max_spans=st.none() | st.integers(2, 4),
-    max_age=st.none() | st.integers(0, 8),
+    most_staleness=st.none() | st.integers(0, 8),
     loses=st.booleans(),
 )
-def test_every_group_begun_is_trained_filtered_dropped_lost_or_pending(tokenizer, seed, tokens, max_spans, max_age, loses):
-    """`Drawn.check_accounts` asserts it in every round; here over random lengths and losses, and counted again from outside."""
+def test_every_group_begun_is_trained_filtered_dropped_lost_or_pending(
+    tokenizer, seed, tokens, max_spans, most_staleness, loses
+):
+    """`RoundState.check_balance` asserts it in every round; here over random lengths and losses, and counted again from outside."""
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 16, (10, 3), generator=rng).tolist()
     engine = SpanEngine(lambda r: lengths[int(r.uid.split("/")[1].split("@")[0])][r.sample_index], tokenizer.eos_token_id)
@@ -272,7 +273,7 @@ def test_every_group_begun_is_trained_filtered_dropped_lost_or_pending(tokenizer
         group_size=3,
         max_attempts=20,
     )
-    made.max_age = max_age
+    made.most_staleness = most_staleness
     before, carried, seen = {}, (), Counter()
     fate: Counter[str] = Counter()
     for round_index in range(4):
@@ -280,18 +281,18 @@ def test_every_group_begun_is_trained_filtered_dropped_lost_or_pending(tokenizer
         try:
             pool = made.collect(round_index, before, VersionPolicy(4 * round_index), 3, Ranks(), carried)
         except RuntimeError:  # a round is never empty in silence
-            assert max_spans is not None or max_age is not None or loses
+            assert max_spans is not None or most_staleness is not None or loses
             return
         metrics = pool.meta["metrics"]
         trained = {uid for uid, _, _ in pool.rows}
         seen.update(trained)
         assert all(n == 3 for n in Counter(uid for uid, _, _ in pool.rows).values())  # never split
-        assert not trained & {group.uid for group in pool.carried}
+        assert not trained & {group.uid for group in pool.unfinished}
         fate["trained"] += len(trained)
-        fate["filtered"] += int(metrics["rollout/groups_drawn"]) - len(trained)
+        fate["filtered"] += int(metrics["rollout/groups_generated"]) - len(trained)
         fate["dropped"] += int(metrics["partial/dropped_groups"])
         fate["lost"] += int(metrics["rollout/groups_lost"])
-        before, carried = pool.meta, pool.carried
+        before, carried = pool.meta, pool.unfinished
     assert max(seen.values()) == 1
     assert sum(fate.values()) + len(carried) == before["next_prompt"]
 
@@ -341,11 +342,11 @@ def grown(rollout: Sample, tokens: int) -> Sample:
 
 def test_a_file_of_unfinished_groups_that_is_gone_is_noticed(small, tmp_path):
     run_experiment(tmp_path, *small)
-    count = len(load_carried(tmp_path / "rounds", 2))
+    count = len(load_unfinished(tmp_path / "rounds", 2))
     assert count > 0
-    (tmp_path / "rounds" / "carried_00002.json").unlink()
-    with pytest.raises(ValueError, match=rf"carried_00002.json holds 0 unfinished groups; round 2 left {count}"):
-        load_carried(tmp_path / "rounds", 2)
+    (tmp_path / "rounds" / "unfinished_00002.json").unlink()
+    with pytest.raises(ValueError, match=rf"unfinished_00002.json holds 0 unfinished groups; round 2 left {count}"):
+        load_unfinished(tmp_path / "rounds", 2)
 
 
 def test_a_pool_is_filled_with_groups_that_teach(tokenizer):
@@ -395,7 +396,7 @@ def test_a_run_with_partial_rollouts_trains_and_goes_on_in_the_middle_of_a_respo
     with pytest.raises(KeyboardInterrupt):
         run_experiment(tmp_path / "cut", *small, "callbacks.checkpoint.every_n_updates=2")
     monkeypatch.setattr(BapoModule, "log_row", log_row)
-    assert load_groups(tmp_path / "cut" / "rounds" / "carried_00001")
+    assert load_groups(tmp_path / "cut" / "rounds" / "unfinished_00001")
     run_experiment(tmp_path / "cut", f"resume={tmp_path / 'cut'}")
     assert (tmp_path / "cut" / "metrics.csv").read_text() == (tmp_path / "whole" / "metrics.csv").read_text()
 
@@ -414,11 +415,9 @@ def test_a_budget_that_no_response_exceeds_is_refused(small, tmp_path):
 
 
 def test_versions_of_a_rollout_are_per_token_and_the_oldest_decides():
-    first = Sample("u", 0, 9, (1,), (5, 6), (-1.0, -2.0), "length", 3)
-    span = Sample("u", 0, 8, (1, 5, 6), (7,), (-3.0,), "stop", 5)
-    whole = first.continued(span)
-    assert whole == Sample("u", 0, 9, (1,), (5, 6, 7), (-1.0, -2.0, -3.0), "stop", 3, (3, 3, 5))
-    with pytest.raises(AssertionError):
-        first.continued(replace(span, prompt_ids=(1, 5)))
+    first = Sample("u", 0, 9, (1,)).extended((5, 6), (-1.0, -2.0), "length", 3)
+    whole = first.extended((7,), (-3.0,), "stop", 5)
+    assert whole == Sample("u", 0, 9, (1,), (5, 6, 7), (-1.0, -2.0, -3.0), (3, 3, 5), "stop")
+    assert (first.policy_version, whole.policy_version, whole.spans, whole.input_ids) == (3, 3, 2, (1, 5, 6, 7))
     with pytest.raises(AssertionError):
         replace(first, sampler_logprobs=(-1.0,))

@@ -104,14 +104,14 @@ def test_stopped_and_resumed_again_and_again_equals_uninterrupted(uninterrupted,
     assert_same_run(tmp_path, uninterrupted)
 
 
-@pytest.mark.parametrize("fails", ["train", "probe", "eval"])
+@pytest.mark.parametrize("fails", ["train", "sync", "eval"])
 def test_an_engine_that_fails_takes_no_update_with_it(uninterrupted, small, tmp_path, monkeypatch, fails):
     """At the end of round 1: while round 2 is drawn, at the sync before, and in the evaluation between them."""
     generate = HFEngine.generate
 
     def failing(self, requests, sampling):
-        asked = {"probe": "probe"}.get(requests[0].uid, "eval" if sampling.temperature == 0 else "train")
-        if self.version == 8 and asked == fails and (fails != "probe" or self.evaluated):
+        asked = {"sync": "sync"}.get(requests[0].uid, "eval" if sampling.temperature == 0 else "train")
+        if self.version == 8 and asked == fails and (fails != "sync" or self.evaluated):
             raise EngineError("the engine is gone")
         self.evaluated = asked == "eval"
         return generate(self, requests, sampling)
@@ -157,7 +157,7 @@ def test_a_resumed_run_draws_no_round_twice(uninterrupted, small, tmp_path, sign
     generate = HFEngine.generate
 
     def count(self, requests, sampling):
-        if requests[0].uid != "probe":
+        if requests[0].uid != "sync":
             drawn.append((sampling.temperature, len(requests)))
         return generate(self, requests, sampling)
 
@@ -172,7 +172,7 @@ def test_training_draws_one_pool_per_round_and_none_before_it_is_needed(small, t
     generate = HFEngine.generate
 
     def count(self, requests, sampling):
-        if requests[0].uid != "probe":
+        if requests[0].uid != "sync":
             drawn.append((sampling.temperature, self.version))
         return generate(self, requests, sampling)
 

@@ -48,7 +48,7 @@ def test_the_measured_age_is_the_one_asked_for(lag, epochs, small, tmp_path):
         round_index, step = divmod(update, updates)
         age = min(round_index, lag) * updates + step
         assert (row["staleness/mean"], row["staleness/max"]) == (age, age), update
-        assert age == Schedule(epochs, 2, lag).ages(round_index)[step]
+        assert age == Schedule(epochs, 2, lag).staleness(round_index)[step]
     versions = [load_meta(tmp_path / "rounds", n)["policy_version"] for n in range(lag + 2)]
     assert versions == [max(0, n - lag) * updates for n in range(lag + 2)]
     assert load_meta(tmp_path / "rounds", lag + 2) is None  # nothing is drawn that will not be trained on
@@ -148,7 +148,7 @@ def test_a_run_that_draws_beside_its_training_stops_and_goes_on(small, tmp_path,
     ("error", "message"),
     [
         (EngineError("the engine died"), "the engine died"),
-        (KeyError("a bug"), "drawing beside the training failed: KeyError: 'a bug'"),
+        (KeyError("a bug"), "generating in the background failed: KeyError: 'a bug'"),
     ],
 )
 @pytest.mark.parametrize(("every", "saved"), [(1000, 4), (3, 3)])  # at the end of the round, or when a checkpoint is due
@@ -217,7 +217,7 @@ def test_a_snapshot_scores_as_the_policy_did_and_leaves_it_alone(small, tmp_path
         if self.global_step == 3:
             weights = {name: value.clone() for name, value in self.policy.named_parameters()}
             assert not torch.equal(self.token_stats(batch).logprobs, seen["score"])
-            assert torch.equal(seen["then"].score(batch).logprobs, seen["score"])
+            assert torch.equal(seen["then"].token_stats(batch).logprobs, seen["score"])
             assert seen["then"].version() == 1
             assert all(torch.equal(value, weights[name]) for name, value in self.policy.named_parameters())
             seen["done"] = True
@@ -231,8 +231,8 @@ def test_a_snapshot_scores_as_the_policy_did_and_leaves_it_alone(small, tmp_path
 def test_a_bound_that_the_schedule_itself_breaks_is_refused(lag, bound, least):
     with pytest.raises(ValueError, match=rf"schedule.max_staleness is {bound}; it must be >= {least}"):
         Schedule(2, 2, lag, max_staleness=bound)
-    assert Schedule(2, 2, lag, max_staleness=least).max_age == 0
-    assert Schedule(2, 2, lag).max_age is None
+    assert Schedule(2, 2, lag, max_staleness=least).most_staleness == 0
+    assert Schedule(2, 2, lag).most_staleness is None
 
 
 @pytest.mark.parametrize(

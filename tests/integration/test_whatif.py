@@ -114,7 +114,7 @@ def test_the_corrections_of_these_runs_do_something(small, tmp_path):
     assert max(abs(o.replayed.loss - o.recorded.loss) for o in plain) > 1e-5
 
 
-def test_an_adaptive_width_is_carried_from_update_to_update(small, tmp_path):
+def test_an_adaptive_width_is_unfinished_from_update_to_update(small, tmp_path):
     run_experiment(tmp_path, *small, "loss=adaptive_ratio")
     found = outcomes(tmp_path)
     assert len({o.replayed.clip_high for o in found}) > 3

@@ -14,10 +14,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
+from bapo.protocols import Engine
 from bapo.training.cli import plain_overlay
 from bapo.training.run_folder import register_resolvers
 from bapo.training.train import run
-from bapo.types import Batch, Request, Sample, SamplingParams, TokenStats
+from bapo.types import Batch, Sample, SamplingParams, TokenStats
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -41,13 +42,13 @@ def run_experiment(
     return entry(cfg)
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """Answers each request with `answer(request)` token ids; log-probs are -1. Records what it was asked."""
 
-    def __init__(self, answer: Callable[[Request], Sequence[int]], order: Callable[[list], list] = lambda r: r):
+    def __init__(self, answer: Callable[[Sample], Sequence[int]], order: Callable[[list], list] = lambda r: r):
         self.answer = answer
         self.order = order
-        self.requests: list[Request] = []
+        self.requests: list[Sample] = []
         self.loaded: list[int] = []
         self.calls = 0
         self.closed = False
@@ -56,15 +57,13 @@ class ScriptedEngine:
         assert dict(weights) is not None
         self.loaded.append(version)
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams) -> list[Sample]:
+    def generate(self, requests: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
         self.calls += 1
         self.requests += requests
         rollouts = []
         for r in requests:
             ids = tuple(self.answer(r))
-            rollouts.append(
-                Sample(r.uid, r.sample_index, r.seed, r.prompt_ids, ids, (-1.0,) * len(ids), "stop", self.loaded[-1])
-            )
+            rollouts.append(r.extended(ids, (-1.0,) * len(ids), "stop", self.loaded[-1]))
         return self.order(rollouts)
 
     def close(self) -> None:

@@ -33,12 +33,11 @@ def tiny_gpt2() -> GPT2LMHeadModel:
 
 
 def rollout(prompt: tuple[int, ...], response: tuple[int, ...]) -> Sample:
-    return Sample("p", 0, 0, prompt, response, (-1.0,) * len(response), "stop", 0)
+    return Sample("p", 0, 0, prompt).extended(response, (-1.0,) * len(response), "stop", 0)
 
 
 def batch_of(*pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> Batch:
-    zeros = torch.zeros(len(pairs))
-    return collate([rollout(*pair) for pair in pairs], zeros, zeros, pad_id=0)
+    return collate([rollout(*pair) for pair in pairs], pad_id=0)
 
 
 class Markov(nn.Module):
@@ -102,7 +101,7 @@ def test_changing_a_token_changes_its_own_logprob_and_later_ones_only():
 def test_masks_come_from_lengths_not_token_values():
     end = 2  # end of sequence and padding at once
     zeros = torch.zeros(2)
-    batch = collate([rollout((1,), (7, 9, end)), rollout((1,), (7, 9, 8, 5, 4))], zeros, zeros, pad_id=end)
+    batch = collate([rollout((1,), (7, 9, end)), rollout((1,), (7, 9, 8, 5, 4))], pad_id=end)
     assert batch.response_mask[:, 1:].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     assert batch.input_ids[0].tolist() == [1, 7, 9, end, end, end]
 

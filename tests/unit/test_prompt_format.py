@@ -172,7 +172,7 @@ def test_training_evaluation_and_probe_ask_with_the_same_ids(tmp_path: Path) -> 
     trainer = SimpleNamespace(datamodule=data, global_rank=0, world_size=1)
     Evaluate(SamplingParams(max_tokens=4))._evaluate(trainer, SimpleNamespace(log_row=rows.append))
     right = (BOS, SYSTEM, OPEN, HELLO, WORLD, THINK)
-    assert [request.uid for request in engine.requests] == ["q0@0", "q0@0", "q0", "probe", "q0"]
+    assert [request.uid for request in engine.requests] == ["q0@0", "q0@0", "q0", "sync", "q0"]
     assert {request.prompt_ids for request in engine.requests} == {right}
     assert pool.batch.input_ids[0].tolist() == [*right, OPEN, EOS]
     assert rows[0]["eval/test/avg@1"] == 0.0

@@ -3,13 +3,13 @@
 import pytest
 from support import SMALL, run_experiment
 
-from bapo.rollouts.grading import judge
+from bapo.rollouts.grading import grade
 from bapo.tasks.rewards import Format, Overlong
 from bapo.types import Prompt, Sample
 
 
 def response(length: int) -> Sample:
-    return Sample("u", 0, 0, (1,), (2,) * length, (-1.0,) * length, "stop", 0)
+    return Sample("u", 0, 0, (1,)).extended((2,) * length, (-1.0,) * length, "stop", 0)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_term_that_is_no_finite_number_is_named(value):
             return "x"
 
     with pytest.raises(ValueError, match=r"reward.odd gives .* for a response to 'p'; it must be a finite number"):
-        judge(One(), Tokenizer(), [(Prompt("p", "q", "a"), response(1))], {"odd": lambda rollout, text: value})
+        grade(One(), Tokenizer(), [(Prompt("p", "q", "a"), response(1))], {"odd": lambda rollout, text: value})
 
 
 def test_a_term_cannot_take_the_name_of_the_tasks_own_reward(cache_dir, tmp_path):

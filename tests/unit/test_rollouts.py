@@ -108,7 +108,7 @@ def test_groups_that_teach_nothing_are_dropped_whole_and_counted(tokenizer):
     assert {uid.split("@")[0] for uid, _, _ in pool.rows} == {f"echo/{i}" for i in (1, 3, 5, 7, 9)}
     metrics = pool.meta["metrics"]
     assert metrics["rollout/zero_std_frac"] == 0.5
-    assert (metrics["rollout/groups_drawn"], metrics["rollout/groups_kept"]) == (10, 5)
+    assert (metrics["rollout/groups_generated"], metrics["rollout/groups_kept"]) == (10, 5)
     assert metrics["rollout/reward_mean"] == 5 / 40
     assert metrics["rollout/response_length_correct_mean"] == 2
 
@@ -128,7 +128,7 @@ def test_too_few_differing_groups_draw_more_then_fail_with_the_numbers(tokenizer
     assert pool.meta["next_prompt"] == 8
     assert pool.meta["tokens_total"] == 64  # what the first draw cost is counted
     engine = ScriptedEngine(right_if(lambda r: False, tokenizer))
-    with pytest.raises(RuntimeError, match=r"round 0: after rollout.max_attempts=2 draws only 0 of 32 finished responses"):
+    with pytest.raises(RuntimeError, match=r"round 0: after rollout.max_attempts=2 batches only 0 of 32 finished responses"):
         collect(engine, tokenizer)
     assert engine.calls == 2
 
@@ -137,7 +137,7 @@ def test_a_lost_response_takes_its_whole_group_with_it_and_is_counted(tokenizer,
     engine = ScriptedEngine(right_if(lambda r: r.sample_index == 0, tokenizer), order=lambda r: r[:-1])
     pool = collect(engine, tokenizer)
     assert "returned 15 of 16 responses; 1 of 4 groups are incomplete" in caplog.text
-    assert (pool.meta["metrics"]["rollout/groups_lost"], pool.meta["metrics"]["rollout/groups_drawn"]) == (1, 3)
+    assert (pool.meta["metrics"]["rollout/groups_lost"], pool.meta["metrics"]["rollout/groups_generated"]) == (1, 3)
     lost = engine.requests[-1].uid
     assert len(pool.rows) == 12
     assert lost not in {uid for uid, _, _ in pool.rows}

@@ -1,4 +1,4 @@
-"""Work beside the training: one thread, one result."""
+"""Work in the background: one thread, one result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class Ahead(Generic[Result]):
+class Background(Generic[Result]):
     """Runs `work` in a thread from now on."""
 
     def __init__(self, work: Callable[[], Result]):
@@ -33,13 +33,13 @@ class Ahead(Generic[Result]):
             self._ended.set()
 
     def result(self) -> Result:
-        """What `work` returned; waits for it. EngineError for what it raised, as the training beside it is none the worse."""
+        """What `work` returned; waits for it. EngineError for what it raised, as the training meanwhile is whole."""
         self._ended.wait()
         for error in self._errors:
             if isinstance(error, EngineError) or not isinstance(error, Exception):
                 raise error
-            log.error("drawing beside the training failed", exc_info=error)
-            raise EngineError(f"drawing beside the training failed: {type(error).__name__}: {error}") from error
+            log.error("generating in the background failed", exc_info=error)
+            raise EngineError(f"generating in the background failed: {type(error).__name__}: {error}") from error
         return self._results[0]
 
     def wait(self, seconds: float) -> None:

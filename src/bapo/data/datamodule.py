@@ -12,14 +12,19 @@ from typing import Any
 import lightning as L
 import torch
 
+<<<<<<< HEAD
 from bapo.data.background import Ahead
 from bapo.engines.sync_check import PROMPTS, check_sync, sync_gap
+=======
+from bapo.data.background import Background
+from bapo.engines.sync_check import PROMPTS, check_sync, probe
+>>>>>>> 3d5b9e2 (Carry a response as one sample from request to pool)
 from bapo.protocols import PolicyHandle
 from bapo.rollouts.collector import Collector
 from bapo.rollouts.groups import Group
-from bapo.rollouts.pool import Pool, load_carried, load_meta, load_pool
+from bapo.rollouts.pool import Pool, load_meta, load_pool, load_unfinished
 from bapo.rollouts.ranks import Ranks
-from bapo.rollouts.round_state import Drawn
+from bapo.rollouts.round_state import RoundState
 from bapo.rollouts.schedule import Schedule, deal_minibatches
 from bapo.types import MiniBatch
 
@@ -67,18 +72,18 @@ class RolloutDataModule(L.LightningDataModule):
         self.sync_tolerance = sync_tolerance
         self.policy: PolicyHandle | None = None
         self.on_phase: Callable[[str], None] = lambda phase: None
-        self.drawn = -1  # the newest round there has been; with the checkpoint it says which files must exist
+        self.newest = -1  # the newest round there has been; with the checkpoint it says which files must exist
         self._pool: Pool | None = None
-        self._ahead: Callable[[], None] | None = None
-        self._work: Ahead[Drawn] | None = None
+        self._finish_background: Callable[[], None] | None = None
+        self._background: Background[RoundState] | None = None
         self._group: Any = None
 
     def state_dict(self) -> dict[str, int]:
-        self.settle()  # from a checkpoint the pool could not be drawn again by the same policy
-        return {"drawn": self.drawn}
+        self.wait_for_background()  # from a checkpoint the pool could not be drawn again by the same policy
+        return {"newest": self.newest}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.drawn = state["drawn"]
+        self.newest = state["newest"]
 
     def connect(self, policy: PolicyHandle) -> None:
         self.policy = policy
@@ -89,7 +94,7 @@ class RolloutDataModule(L.LightningDataModule):
         Raises EngineError, on every rank, where the proof fails.
         """
         assert self.policy is not None, "connect a policy first"
-        self.settle()
+        self.wait_for_background()
         start = time.perf_counter()
         ranks.gather_from(lambda: self._load_engine(ranks))
         collector, policy = self.collector, self.policy
@@ -138,19 +143,19 @@ class RolloutDataModule(L.LightningDataModule):
         """
         if self._pool is None or self._pool.meta["round"] != round_index:
             assert self.trainer is not None
-            self.settle()
+            self.wait_for_background()
             last = self.schedule.round_of(self.trainer.max_epochs - 1)  # type: ignore[operator]
             due = range(round_index, min(round_index + self.schedule.lag, last) + 1)
             self._pool = self._filed(round_index)
-            ahead = [index for index in due[1:] if index > self.drawn and self._filed(index) is None]
+            ahead = [index for index in due[1:] if index > self.newest and self._filed(index) is None]
             missing = ahead if self._pool else [round_index, *ahead]
             for pool in self._refill(missing, round_index, ranks) if missing else ():
                 self._pool = pool if pool.meta["round"] == round_index else self._pool
-            self.drawn = max(self.drawn, due[-1] - (self._ahead is not None))
+            self.newest = max(self.newest, due[-1] - (self._finish_background is not None))
             if self.schedule.replay and self._pool:
                 older = [load_pool(self.rounds_dir, index) for index in self.schedule.replay.of(round_index)]
                 self._pool = self.schedule.replay.add(
-                    self._pool, [pool for pool in older if pool], self.seed, self.schedule.max_age
+                    self._pool, [pool for pool in older if pool], self.seed, self.schedule.most_staleness
                 )
         assert self._pool is not None
         return self._pool
@@ -159,7 +164,7 @@ class RolloutDataModule(L.LightningDataModule):
         try:
             return load_pool(self.rounds_dir, round_index)
         except ValueError as error:
-            if round_index <= self.drawn:
+            if round_index <= self.newest:
                 raise
             log.warning("%s; nothing has been trained on it, so it is drawn again", error)
             return None
@@ -173,8 +178,8 @@ class RolloutDataModule(L.LightningDataModule):
         first = rounds[0]
         before = load_meta(self.rounds_dir, first - 1) if first else {}
         # A round drawn again would come from a later policy; the round before says where in the prompts to go on.
-        if first <= self.drawn or before is None:
-            missing = first if first <= self.drawn else first - 1
+        if first <= self.newest or before is None:
+            missing = first if first <= self.newest else first - 1
             raise FileNotFoundError(f"{self.rounds_dir} holds no complete round {missing}; a run needs its rounds to resume")
         updates, lag = self.schedule.updates_per_round, self.schedule.lag
         if younger := [index for index in rounds if self.policy.version() > updates * max(0, index - lag)]:
@@ -187,15 +192,15 @@ class RolloutDataModule(L.LightningDataModule):
         sync = self.sync_engine(ranks)
         seconds = sync.pop("time/sync")
         least_rows = self.schedule.minibatches_per_epoch * ranks.world  # every rank needs a row of every mini-batch
-        carried: Sequence[Group] = load_carried(self.rounds_dir, first - 1)
+        unfinished: Sequence[Group] = load_unfinished(self.rounds_dir, first - 1)
         for index in rounds:
             facts = sync | {"time/sync": seconds if index == first else 0.0}
             if self.schedule.overlap and index == rounds[-1] > now:
-                self._draw_beside(index, before, least_rows, carried, facts, ranks)
+                self._generate_in_background(index, before, least_rows, unfinished, facts, ranks)
                 return
-            pool = self.collector.collect(index, before, self.policy, least_rows, ranks, carried)
+            pool = self.collector.collect(index, before, self.policy, least_rows, ranks, unfinished)
             self._file(pool, facts, ranks)
-            before, carried = pool.meta, pool.carried
+            before, unfinished = pool.meta, pool.unfinished
             yield pool
         self.rest_engine()
 
@@ -209,12 +214,12 @@ class RolloutDataModule(L.LightningDataModule):
             pool.save(self.rounds_dir)
         ranks.gather(None)  # nobody goes on before the file is there
 
-    def _draw_beside(
+    def _generate_in_background(
         self,
         index: int,
         before: dict[str, Any],
         least_rows: int,
-        carried: Sequence[Group],
+        unfinished: Sequence[Group],
         facts: dict[str, float],
         ranks: Ranks,
     ) -> None:
@@ -224,30 +229,32 @@ class RolloutDataModule(L.LightningDataModule):
         if ranks.world > 1 and self._group is None:  # training has the default group to itself
             self._group = torch.distributed.new_group(backend="gloo")
         apart = replace(ranks, group=self._group)
-        self._work = work = Ahead(lambda: self.collector.draw(index, before, policy.version(), least_rows, apart, carried))
+        self._background = work = Background(
+            lambda: self.collector.generate(index, before, policy.version(), least_rows, apart, unfinished)
+        )
 
         def finish() -> None:
             start = time.perf_counter()
-            drawn, self._work = work.result(), None
-            pool = self.collector.finish(drawn, before, policy, ranks)
+            state, self._background = work.result(), None
+            pool = self.collector.finish(state, before, policy, ranks)
             self._file(pool, facts | {"time/wait": time.perf_counter() - start}, ranks)
-            self.drawn = max(self.drawn, index)
+            self.newest = max(self.newest, index)
             self.rest_engine()
 
-        self._ahead = finish
+        self._finish_background = finish
 
-    def settle(self) -> None:
+    def wait_for_background(self) -> None:
         """Waits for the pool that is drawn beside the training, if one is, and files it."""
-        finish, self._ahead = self._ahead, None
+        finish, self._finish_background = self._finish_background, None
         if finish is not None:
             finish()
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Ends a draw that nobody will wait for: a process must not end under a thread that computes."""
-        if self._work is not None:
+        if self._background is not None:
             self.collector.engine.close()
-            self._work.wait(60)
-            self._work = self._ahead = None
+            self._background.wait(60)
+            self._background = self._finish_background = None
 
     def teardown(self, stage: str) -> None:
         self._pool = None

@@ -11,7 +11,7 @@ import torch
 from bapo.protocols import Engine, EngineError, PolicyHandle
 from bapo.rollouts.pool import collate
 from bapo.rollouts.seeds import derive_seed
-from bapo.types import Request, SamplingParams
+from bapo.types import Sample, SamplingParams
 
 PROMPTS = 4
 TOKENS = 16
@@ -32,12 +32,11 @@ def sync_gap(
     left out, as they cut the engine's distribution and not the trainer's.
     """
     plain = replace(sampling, max_tokens=min(TOKENS, sampling.max_tokens), top_p=1.0, top_k=0)
-    requests = [Request("probe", index, derive_seed("probe", index), ids) for index, ids in enumerate(prompts)]
-    rollouts = engine.generate(requests, plain)
-    if not rollouts:
+    requests = [Sample("sync", index, derive_seed("probe", index), ids) for index, ids in enumerate(prompts)]
+    samples = engine.generate(requests, plain)
+    if not samples:
         raise EngineError("the engine answered none of the requests that follow a sync")
-    zeros = torch.zeros(len(rollouts))
-    batch = collate(rollouts, zeros, zeros, pad_id)
+    batch = collate(samples, pad_id)
     gap = (policy.token_stats(batch).logprobs - batch.sampler_logprobs)[batch.response_mask]
     return float(gap.abs().nan_to_num(nan=math.inf).max())
 

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from bapo.evaluation.estimators import Estimate, estimates, majority, pass_at_k
 from bapo.protocols import Engine, EngineError, Task
-from bapo.rollouts.grading import GradedSample, draw
+from bapo.rollouts.grading import generate_graded
 from bapo.rollouts.prompt_format import PLAIN, PromptFormat
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.seeds import derive_seed
-from bapo.types import Prompt, SamplingParams
+from bapo.types import Prompt, Sample, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ def scored_chunks(
         mine = [(p.uid, p) for p in chunk[ranks.rank :: ranks.world]]
 
         def work(mine: list[tuple[str, Prompt]] = mine) -> list[Scored]:
-            drawn = draw(engine, task, tokenizer, prompt_format, mine, sampling, samples, seed_of) if mine else []
-            asked = dict(mine)
-            return [_scored(task, asked[sample.rollout.uid], sample) for sample in drawn]
+            graded = generate_graded(engine, task, tokenizer, prompt_format, mine, sampling, samples, seed_of) if mine else []
+            prompts = dict(mine)
+            return [_scored(task, prompts[sample.uid], sample) for sample in graded]
 
         found = {(s.uid, s.sample_index): s for part in ranks.gather_from(work) for s in part}
         wanted = [(p.uid, index) for p in chunk for index in range(samples)]
@@ -97,17 +97,16 @@ def scored_chunks(
         yield [found[key] for key in wanted]
 
 
-def _scored(task: Task, prompt: Prompt, sample: GradedSample) -> Scored:
-    rollout = sample.rollout
+def _scored(task: Task, prompt: Prompt, sample: Sample) -> Scored:
     return Scored(
-        uid=rollout.uid,
-        sample_index=rollout.sample_index,
-        seed=rollout.seed,
+        uid=sample.uid,
+        sample_index=sample.sample_index,
+        seed=sample.seed,
         answer=answer_of(task, sample.text),
-        reward=sample.correctness,
+        reward=sample.correctness or 0.0,
         verified=sample.verified,
-        length=len(rollout.response_ids),
-        finish_reason=rollout.finish_reason,
+        length=len(sample.response_ids),
+        finish_reason=str(sample.finish_reason),
         response=sample.text,
         prompt=prompt.text,
         gold=prompt.answer,

@@ -1,11 +1,11 @@
-"""Drawing and judging: requests go to the engine, responses to the task, and each comes back as a sample with its reward."""
+"""Generation and grading: requests go to the engine, response texts to the task; each sample comes back with its reward."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -18,28 +18,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RewardTerm = Callable[[Sample, str], float]
-"""Of a rollout and its text, what is added to its reward."""
+"""What is added to the reward of a sample with this text."""
 
 
-@dataclass(frozen=True)
-class GradedSample:
-    """A judged response.
-
-    text: without special tokens. correctness: the task's reward, 0 where it could not verify. terms: what is added to it.
-    """
-
-    rollout: Sample
-    text: str
-    correctness: float
-    verified: bool = True
-    terms: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def reward(self) -> float:
-        return self.correctness + sum(self.terms.values())
-
-
-def draw(
+def generate_graded(
     engine: Engine,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
@@ -49,44 +31,45 @@ def draw(
     samples: int,
     seed_of: Callable[[str, int], int],
     terms: Mapping[str, RewardTerm] | None = None,
-) -> list[GradedSample]:
-    """`samples` judged responses to each (group uid, prompt), ordered by prompt, then sample index.
+) -> list[Sample]:
+    """`samples` graded responses to each (group uid, prompt), ordered by prompt, then sample index.
 
     A group of which the engine lost a response is left out whole. Only texts go to the task; training sees the very ids that
-    were drawn.
+    were generated.
     """
     groups = [new_group(uid, prompt, prompt_format.encode(tokenizer, prompt), samples) for uid, prompt in prompts]
     whole = extend(engine, groups, sampling, lambda uid, index, tokens: seed_of(uid, index))
-    return judge(task, tokenizer, [(group.prompt, m.rollout) for group in whole for m in group.members], terms or {})
+    return grade(task, tokenizer, [(group.prompt, sample) for group in whole for sample in group.samples], terms or {})
 
 
-def judge(
+def grade(
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[tuple[Prompt, Sample]],
+    samples: Sequence[tuple[Prompt, Sample]],
     terms: Mapping[str, RewardTerm],
-) -> list[GradedSample]:
-    """A sample for each (prompt, rollout), in order; the task sees all of them at once, and is not asked about none."""
-    if not asked:
+) -> list[Sample]:
+    """The samples with text, correctness and reward terms, in order; the task sees all of them at once."""
+    if not samples:
         return []
-    texts: list[Any] = [tokenizer.decode(list(r.response_ids), skip_special_tokens=True) for _, r in asked]
-    rewards: Sequence[Any] = task.verify([prompt for prompt, _ in asked], texts)
+    texts: list[Any] = [tokenizer.decode(list(s.response_ids), skip_special_tokens=True) for _, s in samples]
+    rewards: Sequence[Any] = task.verify([prompt for prompt, _ in samples], texts)
     if not isinstance(rewards, Sequence):
         raise ValueError(f"the task's verify gives {rewards!r}; it takes a batch and must give a list, a reward per response")
-    if len(rewards) != len(asked):
-        raise ValueError(f"the task gave {len(rewards)} rewards for {len(asked)} responses; it must give as many")
-    judged = []
-    for (prompt, rollout), text, reward in zip(asked, texts, rewards, strict=True):
+    if len(rewards) != len(samples):
+        raise ValueError(f"the task gave {len(rewards)} rewards for {len(samples)} responses; it must give as many")
+    graded = []
+    for (prompt, sample), text, reward in zip(samples, texts, rewards, strict=True):
         if reward is not None and (not isinstance(reward, Real) or not math.isfinite(reward)):
             raise ValueError(f"the task's reward for prompt {prompt.uid!r} is {reward!r}; it must be a finite number, or None")
         added = {}
         for name, term in terms.items():
-            value: Any = term(rollout, text)
+            value: Any = term(sample, text)
             if not isinstance(value, Real) or not math.isfinite(value):
                 raise ValueError(f"reward.{name} gives {value!r} for a response to {prompt.uid!r}; it must be a finite number")
             added[name] = float(value)
-        judged.append(GradedSample(rollout, text, float(reward or 0.0), reward is not None, added))
-    return judged
+        correctness = None if reward is None else float(reward)
+        graded.append(replace(sample, text=text, correctness=correctness, terms=added))
+    return graded
 
 
 def check_prompts(
@@ -99,7 +82,7 @@ def check_prompts(
     positions: int | None,
     field: str,
 ) -> None:
-    """ValueError for prompts of a split from which nothing can be drawn: none, two of one uid, one unreadable or too long.
+    """ValueError for prompts of a split that nothing can be generated from: none, two of one uid, one unreadable or too long.
 
     positions: the most tokens of prompt and response together, None if unknown. field: where the config holds `sampling`.
     """

@@ -1,4 +1,4 @@
-"""What a pool's row of the log says of how it was drawn."""
+"""Metrics of a pool: rewards, lengths, mismatch of engine and trainer, unfinished groups."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bapo.rollouts.grading import GradedSample
-from bapo.rollouts.groups import Member
-from bapo.rollouts.round_state import Drawn
-from bapo.types import Batch
+from bapo.rollouts.round_state import RoundState
+from bapo.types import Batch, Sample
 
 
-def pool_metrics(
-    samples: Sequence[GradedSample], rewards: Tensor, kept: Tensor, group_size: int, lost: int
-) -> dict[str, float]:
-    """`rollout/*` over every response that was finished, kept or not. lost: groups of which the engine lost a response."""
-    lengths = torch.tensor([len(s.rollout.response_ids) for s in samples], dtype=torch.float64)
-    correctness = torch.tensor([s.correctness for s in samples])
+def pool_metrics(state: RoundState, group_size: int) -> dict[str, float]:
+    """`rollout/*` over every response that was finished, kept or not."""
+    samples, rewards, kept, lost = state.samples, state.rewards, state.kept, state.lost
+    lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.float64)
+    correctness = torch.tensor([s.correctness or 0.0 for s in samples])
     right = correctness > 0
     terms = {name: torch.tensor([s.terms[name] for s in samples]) for name in samples[0].terms}
     texts: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for sample in samples:
-        texts[sample.rollout.uid].add(sample.rollout.response_ids)
+        texts[sample.uid].add(sample.response_ids)
 
     def mean(values: Tensor) -> float:
         return float(values.double().mean()) if len(values) else 0.0
@@ -36,19 +33,19 @@ def pool_metrics(
         "rollout/verify_timeout_frac": mean(torch.tensor([not s.verified for s in samples])),
         "rollout/reward_std": float(rewards.double().std(correction=0)),
         "rollout/zero_std_frac": 1.0 - mean(kept),
-        "rollout/groups_drawn": float(len(texts)),
+        "rollout/groups_generated": float(len(texts)),
         "rollout/groups_lost": float(lost),
         "rollout/groups_kept": float(int(kept.sum()) // group_size),
         "rollout/response_length_mean": mean(lengths),
         "rollout/response_length_correct_mean": mean(lengths[right]),
         "rollout/response_length_incorrect_mean": mean(lengths[~right]),
-        "rollout/truncated_frac": mean(torch.tensor([s.rollout.finish_reason == "length" for s in samples])),
+        "rollout/truncated_frac": mean(torch.tensor([s.finish_reason == "length" for s in samples])),
         "rollout/unique_frac": sum(len(t) for t in texts.values()) / len(samples),
     }
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
-    """`mismatch/*`: the engine's log-probs of the drawn tokens against the trainer's."""
+    """`mismatch/*`: the engine's log-probs of the generated tokens against the trainer's."""
     gap = (batch.behaviour_logprobs - batch.sampler_logprobs)[batch.response_mask].double()
     return {
         "mismatch/kl_k3": float((gap.exp() - 1 - gap).mean()),
@@ -57,16 +54,16 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def partial_metrics(drawn: Drawn, trained: Sequence[Member]) -> dict[str, float]:
-    """`partial/*`: what partial rollouts leave for later and give up. Giving up favours short answers: the lengths tell."""
-    lengths = [len(m.rollout.response_ids) for group in drawn.dropped for m in group.members]
-    rewards = [sample.reward for sample in drawn.dropped_samples]
+def partial_metrics(state: RoundState, trained: Sequence[Sample]) -> dict[str, float]:
+    """`partial/*`: what partial rollouts leave unfinished and drop. Dropping favours short answers: the lengths tell."""
+    lengths = [len(m.response_ids) for group in state.dropped for m in group.samples]
+    rewards = [sample.reward for sample in state.dropped_samples]
     return {
-        "partial/pending_groups": float(len(drawn.waiting)),
-        "partial/dropped_groups": float(len(drawn.dropped)),
+        "partial/unfinished_groups": float(len(state.unfinished)),
+        "partial/dropped_groups": float(len(state.dropped)),
         "partial/dropped_length_mean": sum(lengths) / len(lengths) if lengths else 0.0,
         **({"partial/dropped_reward_mean": sum(rewards) / len(rewards)} if rewards else {}),
-        "partial/trained_length_mean": sum(len(m.rollout.response_ids) for m in trained) / len(trained),
+        "partial/trained_length_mean": sum(len(m.response_ids) for m in trained) / len(trained),
         "partial/spans_mean": sum(m.spans for m in trained) / len(trained),
         "partial/spans_max": float(max(m.spans for m in trained)),
     }

@@ -8,39 +8,37 @@ from typing import Any
 
 from torch import Tensor
 
-from bapo.rollouts.grading import GradedSample
-from bapo.types import Prompt
+from bapo.types import Prompt, Sample
 
 GROUPS = 8
 """Groups of a round of which texts are kept."""
 
 
-def shown(samples: Sequence[GradedSample], kept: Tensor, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-    """Of the first groups drawn, kept or not, the responses with the lowest and the highest reward."""
+def preview(samples: Sequence[Sample], kept: Tensor, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """The responses with the lowest and the highest reward of the first groups generated, kept or not."""
     by_uid = {prompt.uid: prompt for prompt in prompts}
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
-        groups.setdefault(sample.rollout.uid, []).append(index)
+        groups.setdefault(sample.uid, []).append(index)
     rows = []
-    for uid, members in itertools.islice(groups.items(), GROUPS):
+    for uid, indices in itertools.islice(groups.items(), GROUPS):
         prompt = by_uid[uid.rpartition("@")[0]]
-        ranked = sorted(members, key=lambda index: samples[index].reward)
+        ranked = sorted(indices, key=lambda index: samples[index].reward)
         for index in dict.fromkeys((ranked[0], ranked[-1])):
             rows.append(_row(prompt, samples[index]) | {"kept": bool(kept[index])})
     return rows
 
 
-def _row(prompt: Prompt, sample: GradedSample) -> dict[str, Any]:
-    rollout = sample.rollout
+def _row(prompt: Prompt, sample: Sample) -> dict[str, Any]:
     return {
-        "uid": rollout.uid,
-        "sample_index": rollout.sample_index,
+        "uid": sample.uid,
+        "sample_index": sample.sample_index,
         "prompt": prompt.text,
         "answer": prompt.answer,
         "response": sample.text,
         "reward": sample.reward,
-        "correctness": sample.correctness,
-        "length": len(rollout.response_ids),
-        "finish_reason": rollout.finish_reason,
-        "policy_version": rollout.policy_version,
+        "correctness": sample.correctness or 0.0,
+        "length": len(sample.response_ids),
+        "finish_reason": sample.finish_reason,
+        "policy_version": sample.policy_version,
     }

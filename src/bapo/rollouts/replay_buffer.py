@@ -37,15 +37,15 @@ class ReplayBuffer:
         """The rounds whose pools may be drawn from, oldest first."""
         return range(max(0, round_index - self.rounds), round_index)
 
-    def add(self, pool: Pool, older: Sequence[Pool], seed: int, max_age: int | None = None) -> Pool:
+    def add(self, pool: Pool, older: Sequence[Pool], seed: int, most_staleness: int | None = None) -> Pool:
         """`pool` with groups of `older` pools, the oldest first, behind its own; `seed` and the round choose.
 
         Advantages, behaviour log-probs and policy versions stay what they were. A group is left out when its oldest token was
-        drawn more than `max_age` updates before the round's own data; None: no limit.
+        drawn more than `most_staleness` updates before the round's own data; None: no limit.
         """
         newest = pool.meta["policy_version"]
         generator = torch.Generator().manual_seed(derive_seed(seed, "replay", pool.meta["round"]))
-        candidates = [(place, rows) for place, old in enumerate(older) for rows in young_groups(old, newest, max_age)]
+        candidates = [(place, rows) for place, old in enumerate(older) for rows in recent_groups(old, newest, most_staleness)]
         chosen = torch.randperm(len(candidates), generator=generator).tolist()
         if self.order == "newest":
             chosen.sort(key=lambda index: -candidates[index][0])
@@ -62,13 +62,13 @@ class ReplayBuffer:
         return replace(pool, batch=joined(parts), rows=tuple(names), meta=meta, again=tuple(places))
 
 
-def young_groups(pool: Pool, newest: int, max_age: int | None) -> list[list[int]]:
-    """Rows of each group of `pool` whose tokens were all drawn at most `max_age` updates before version `newest`."""
+def recent_groups(pool: Pool, newest: int, most_staleness: int | None) -> list[list[int]]:
+    """Rows of each group of `pool` whose tokens were all drawn at most `most_staleness` updates before version `newest`."""
     groups: dict[str, list[int]] = {}
     for row, (uid, _, _) in enumerate(pool.rows):
         groups.setdefault(uid, []).append(row)
     oldest = torch.where(pool.batch.response_mask, pool.batch.policy_version, newest).amin(dim=1)
-    return [rows for rows in groups.values() if max_age is None or newest - int(oldest[rows].min()) <= max_age]
+    return [rows for rows in groups.values() if most_staleness is None or newest - int(oldest[rows].min()) <= most_staleness]
 
 
 def joined(batches: Sequence[Batch]) -> Batch:

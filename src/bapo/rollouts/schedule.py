@@ -16,7 +16,7 @@ class Schedule:
     """`epochs_per_round` passes (E) over each pool, every pass cut into `minibatches_per_epoch` optimizer updates.
 
     The pool of round n is drawn by the policy at the start of round n - `lag`; those of the first `lag` rounds, for which there
-    is no such policy, at the start of the run. So the ages of a round's data are `ages` from round `lag` on. replay: groups of
+    is no such policy, at the start of the run. Their staleness is `staleness` from round `lag` on. replay: groups of
     earlier rounds to train on once more; None: none. overlap: a pool is drawn while the policy trains; it is the same pool.
     max_staleness: no token is trained on more than so many updates after the weights that drew it: older groups, replayed or
     unfinished until then, are left out; None: no such bound.
@@ -37,9 +37,9 @@ class Schedule:
             raise ValueError(f"schedule.lag is {self.lag}; it must be >= 0")
         if self.overlap and not self.lag:
             raise ValueError("schedule.overlap is True with schedule.lag 0; data drawn beside the training are older: lag >= 1")
-        if self.max_staleness is not None and self.max_age < 0:  # type: ignore[operator]
+        if self.max_staleness is not None and self.most_staleness < 0:  # type: ignore[operator]
             raise ValueError(
-                f"schedule.max_staleness is {self.max_staleness}; it must be >= {self.ages(self.lag)[-1]}: so old do "
+                f"schedule.max_staleness is {self.max_staleness}; it must be >= {self.staleness(self.lag)[-1]}: so old do "
                 f"schedule.lag {self.lag} and {self.updates_per_round} updates per round make the data"
             )
         if self.replay:
@@ -49,20 +49,20 @@ class Schedule:
     def updates_per_round(self) -> int:
         return self.epochs_per_round * self.minibatches_per_epoch
 
-    def ages(self, round_index: int) -> range:
+    def staleness(self, round_index: int) -> range:
         """Updates between the weights that drew a round's data and each update on them."""
         oldest = min(round_index, self.lag) * self.updates_per_round
         return range(oldest, oldest + self.updates_per_round)
 
     @property
-    def max_age(self) -> int | None:
+    def most_staleness(self) -> int | None:
         """Updates by which a token may be older than the policy that its round's data are drawn by; None: any number."""
-        return None if self.max_staleness is None else self.max_staleness - self.ages(self.lag)[-1]
+        return None if self.max_staleness is None else self.max_staleness - self.staleness(self.lag)[-1]
 
     def check_room(self, what: str) -> None:
         """ValueError if `max_staleness` keeps even groups of the round before from being trained on. what: wants them."""
-        if self.max_age is not None and self.max_age < self.updates_per_round:
-            least = self.ages(self.lag)[-1] + self.updates_per_round
+        if self.most_staleness is not None and self.most_staleness < self.updates_per_round:
+            least = self.staleness(self.lag)[-1] + self.updates_per_round
             raise ValueError(
                 f"schedule.max_staleness is {self.max_staleness}; with {what} it must be >= {least}: groups of the round "
                 f"before are {self.updates_per_round} updates older than the round's own"

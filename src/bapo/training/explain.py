@@ -98,7 +98,7 @@ def data_lines(parts: Mapping[str, Any]) -> list[Line]:
         Line("updates per round", updates, f"E {epochs} * mini-batches {cut}"),
         Line("responses per update", each, f"({pool:,}{again}) / {cut}" if again else f"{pool:,} / {cut}"),
         Line("response tokens per update", each * length, f"{each:,} * {length:,}"),
-        *age_lines(schedule, rollout.partial),
+        *staleness_lines(schedule, rollout.partial),
         Line("rounds", rounds, "trainer.max_rounds"),
         Line("updates", rounds * updates, f"{rounds:,} * {updates}"),
         Line("responses", rounds * pool, f"{rounds:,} * {pool:,}"),
@@ -112,11 +112,11 @@ def responses_per_update(parts: Mapping[str, Any]) -> int:
     return math.ceil(groups * rollout.group_size / schedule.minibatches_per_epoch)
 
 
-def age_lines(schedule: Any, partial: Any) -> list[Line]:
+def staleness_lines(schedule: Any, partial: Any) -> list[Line]:
     """Updates between the weights that drew a token and the updates on it."""
-    ages, start = schedule.ages(schedule.lag), schedule.ages(0)
+    range_, start = schedule.staleness(schedule.lag), schedule.staleness(0)
     how = f"lag {schedule.lag} * {schedule.updates_per_round} updates, and up to E * mini-batches - 1 more"
-    lines = [Line("staleness, in updates", f"{ages[0]} .. {ages[-1]}", how)]
+    lines = [Line("staleness, in updates", f"{range_[0]} .. {range_[-1]}", how)]
     if schedule.lag:
         lines.append(
             Line("  of the first round", f"{start[0]} .. {start[-1]}", "no older policy yet: it rises to that by round lag")
@@ -124,7 +124,7 @@ def age_lines(schedule: Any, partial: Any) -> list[Line]:
     if schedule.replay:
         earlier = schedule.replay.rounds * schedule.updates_per_round
         how = f"schedule.replay.rounds {schedule.replay.rounds} * {schedule.updates_per_round} updates more"
-        lines.append(Line("  of replayed groups", f"up to {ages[-1] + earlier}", how))
+        lines.append(Line("  of replayed groups", f"up to {range_[-1] + earlier}", how))
     if partial:
         most = "" if partial.max_spans is None else f", by at most {partial.max_spans} policies"
         how = f"{partial.tokens_per_round} tokens a round{most}: each token has its own"

@@ -87,11 +87,11 @@ def _build_training(job: Job, at_the_end: ExitStack) -> Training:
     )
     tokenizer = load_tokenizer(path, **policy.source)
     collector = Collector(
-        engine, parts["task"], tokenizer, parts["advantage"], rollout, parts["seed"], parts["reward"], schedule.max_age
+        engine, parts["task"], tokenizer, parts["advantage"], rollout, parts["seed"], parts["reward"], schedule.most_staleness
     )
     precisions = [DTYPES[policy.dtype], engine.dtype, torch.bfloat16 if options.mixed_precision else torch.float32]
     tolerance = rollout.sync_tolerance or max(TOLERANCE[precision] for precision in precisions)
     data = RolloutDataModule(collector, schedule, job.folder / "rounds", parts["seed"], tolerance)
     data.connect(module)
-    at_the_end.callback(data.give_up)
+    at_the_end.callback(data.abandon)
     return Training(module, data, options.max_rounds * schedule.epochs_per_round)

@@ -61,7 +61,7 @@ class Record(L.Callback):
 def record_of(minibatch: MiniBatch, parts: list[SeenPart], facts: dict[str, float]) -> UpdateRecord:
     """One rank's record of an update; every tensor of it is read from the device here."""
     assert minibatch.places is not None, "the data side does not say where the sequences are on disk"
-    ages = minibatch.sequences.ages(int(facts["step"]) - 1).unique(return_counts=True)
+    ages = minibatch.sequences.staleness(int(facts["step"]) - 1).unique(return_counts=True)
     statistics = [clip_statistics(part) for part in parts]
     masks = [part.inputs.response_mask for part in parts]
 

@@ -31,7 +31,7 @@ class StalenessHistogram(L.Callback):
         show = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger | TensorBoardLogger)]
         if show:
             pool = data.pool(round_index, Ranks(trainer.global_rank, trainer.world_size))
-            ages = pool.batch.ages(trainer.global_step)
+            ages = pool.batch.staleness(trainer.global_step)
             for logger in show:
                 log_histogram(logger, ages, trainer.global_step)
 
