@@ -86,7 +86,7 @@ def test_a_response_of_two_spans_keeps_what_each_policy_said(tokenizer):
     task = Length()
     made = collector(engine, tokenizer, task, PartialRollouts(tokens_per_round=4), max_attempts=1)
     engine.load_weights([], 3)
-    with pytest.raises(RuntimeError, match=r"only 0 of 0 finished responses .* 2 groups are unfinished, 0 were given up"):
+    with pytest.raises(RuntimeError, match=r"only 0 of 0 finished responses .* 2 groups are unfinished, 0 were dropped"):
         made.collect(0, {}, VersionPolicy(3), 2, Ranks())
 
     engine.asked.clear()
@@ -257,7 +257,7 @@ def test_groups_come_back_from_their_file_as_they_were(tokenizer, tmp_path):
 def test_every_group_begun_is_trained_filtered_dropped_lost_or_pending(
     tokenizer, seed, tokens, max_spans, most_staleness, loses
 ):
-    """`RoundState.check_balance` asserts it in every round; here over random lengths and losses, and counted again from outside."""
+    """`RoundState.check_balance` asserts it in every round; here over random lengths and losses, counted again."""
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 16, (10, 3), generator=rng).tolist()
     engine = SpanEngine(lambda r: lengths[int(r.uid.split("/")[1].split("@")[0])][r.sample_index], tokenizer.eos_token_id)
@@ -322,8 +322,8 @@ def test_a_pool_of_truncated_responses_alone_teaches_nothing(tokenizer):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda answers: [*answers, answers[0]], "returned 5 responses, and only 4 different ones"),
-        (lambda answers: [replace(r, versions=(), policy_version=99) for r in answers], "newer weights than the version 3"),
+        (lambda answers: [*answers, answers[0]], "returned 5 responses to 4 different requests"),
+        (lambda answers: [replace(r, versions=(99,) * len(r.versions)) for r in answers], "newer weights than the version 3"),
         (lambda answers: [grown(r, 20) for r in answers], "more than the 12 tokens that were asked for"),
     ],
 )
@@ -337,7 +337,7 @@ def test_an_engine_whose_answers_cannot_be_right_is_not_believed(spoil, message,
 
 
 def grown(rollout: Sample, tokens: int) -> Sample:
-    return replace(rollout, response_ids=(2,) * tokens, sampler_logprobs=(-1.0,) * tokens, versions=())
+    return replace(rollout, response_ids=(2,) * tokens, sampler_logprobs=(-1.0,) * tokens, versions=(0,) * tokens)
 
 
 def test_a_file_of_unfinished_groups_that_is_gone_is_noticed(small, tmp_path):

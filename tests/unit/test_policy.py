@@ -100,7 +100,6 @@ def test_changing_a_token_changes_its_own_logprob_and_later_ones_only():
 
 def test_masks_come_from_lengths_not_token_values():
     end = 2  # end of sequence and padding at once
-    zeros = torch.zeros(2)
     batch = collate([rollout((1,), (7, 9, end)), rollout((1,), (7, 9, 8, 5, 4))], pad_id=end)
     assert batch.response_mask[:, 1:].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     assert batch.input_ids[0].tolist() == [1, 7, 9, end, end, end]

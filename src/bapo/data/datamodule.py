@@ -12,13 +12,8 @@ from typing import Any
 import lightning as L
 import torch
 
-<<<<<<< HEAD
-from bapo.data.background import Ahead
-from bapo.engines.sync_check import PROMPTS, check_sync, sync_gap
-=======
 from bapo.data.background import Background
-from bapo.engines.sync_check import PROMPTS, check_sync, probe
->>>>>>> 3d5b9e2 (Carry a response as one sample from request to pool)
+from bapo.engines.sync_check import PROMPTS, check_sync, sync_gap
 from bapo.protocols import PolicyHandle
 from bapo.rollouts.collector import Collector
 from bapo.rollouts.groups import Group
