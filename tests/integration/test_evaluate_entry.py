@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import transformers
 from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 from support import REPOSITORY, SMALL, run_experiment
+from support.evaluations import TASK, WARM, composed
 from support.task_files import MATH500
 from tokenizers.processors import TemplateProcessing
 
@@ -35,27 +35,10 @@ from bapo.rollouts.seeds import derive_seed
 from bapo.tasks.digit_ops import DigitOps
 from bapo.training.cli import explain
 from bapo.training.job import build
-from bapo.training.run_folder import locked, register_resolvers
+from bapo.training.run_folder import locked
 from bapo.types import Prompt
 
 CONF = REPOSITORY / "conf"
-TASK = ("benchmark.digit_ops.digits=2", "benchmark.digit_ops.train_size=200", "benchmark.digit_ops.test_size=32")
-WARM = (
-    "embedded.warm_start.steps=150", "embedded.warm_start.batch_size=32", "embedded.warm_start.model.hidden_size=32",
-    "embedded.warm_start.model.intermediate_size=64", "embedded.warm_start.model.num_hidden_layers=1",
-)  # fmt: skip
-"""With TASK, the policy of conf/experiment/smoke.yaml."""
-
-
-def composed(*overrides: str) -> Any:
-    register_resolvers()
-    check_words(spelled_out(overrides))
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("evaluate", overrides=spelled_out(overrides), return_hydra_config=True)
-    HydraConfig.instance().set_config(cfg)
-    with open_dict(cfg):
-        del cfg["hydra"]
-    return cfg
 
 
 def planned(*overrides: str) -> list[Plan]:
@@ -224,7 +207,7 @@ def test_damage_other_than_a_torn_end_is_refused(small, monkeypatch) -> None:
 
 
 def test_samples_survive_the_file_and_unfinished_problems_do_not(tmp_path) -> None:
-    from test_evaluation import scored
+    from support.scored import scored
 
     odd = scored("a", 0, "é", 1.0, response="line\none\u2028two\x85three\x1c \ud800")
     rows = [odd, scored("a", 1, None, 0.0), scored("b", 0, "7", 1.0)]

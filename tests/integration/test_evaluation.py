@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import SMALL, ScriptedEngine, run_experiment
+from support.scored import scored
 
 from bapo.analysis.compare import main as compare
 from bapo.engines.hf import HFEngine
@@ -134,11 +135,6 @@ def test_the_interval_leaves_ambient_randomness_alone_and_repeats() -> None:
 
 
 # From responses to metrics.
-
-
-def scored(uid: str, index: int, answer: str | None, reward: float, length: int = 2, **more) -> Scored:
-    facts = {"seed": 0, "verified": True, "finish_reason": "stop", "response": ""} | more
-    return Scored(uid, index, answer=answer, reward=reward, length=length, **facts)
 
 
 def test_metrics_by_hand() -> None:

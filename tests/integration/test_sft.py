@@ -20,19 +20,20 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from support import REPOSITORY, ScriptedEngine, configs, run_experiment
+from support.commands import commands
 from support.configs import shrunk
+from support.sft import TINY, fine_tune
 from support.updates import adamw
-from test_readme import commands
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo.export import export
 from bapo.policy.causal_lm import CausalLMPolicy, load_model
-from bapo.rollouts.grading import draw
+from bapo.rollouts.grading import generate_graded
 from bapo.rollouts.prompt_format import PLAIN, PromptFormat
 from bapo.sft.demonstrations import Demonstration, FileDemonstrations, TaskDemonstrations
 from bapo.sft.module import SftModule
 from bapo.sft.rows import Row, SftData, SftOptions, encode, end_of_sequence, fitting, padded, split
-from bapo.sft.run import SFT, run
+from bapo.sft.run import SFT
 from bapo.training.cli import explain
 from bapo.training.job import build
 from bapo.training.run_folder import newest_checkpoint, register_resolvers
@@ -41,11 +42,6 @@ from bapo.types import Prompt, SamplingParams
 
 CONF = REPOSITORY / "conf"
 SIZES = ("hidden_size=16", "intermediate_size=16", "num_hidden_layers=1", "head_dim=4")
-TINY = (
-    "task.digits=2", "task.train_size=50", "task.test_size=10", "data.n=80", "sft.batch_size=8", "sft.test_share=0.1",
-    "sft.test_every_n_updates=4", "callbacks.checkpoint.every_n_updates=4", "lr_schedule.num_warmup_steps=2", "sft.epochs=2",
-)  # fmt: skip
-"""18 updates, 9 of each epoch, with 72 demonstrations; 8 are held out."""
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -53,11 +49,6 @@ def composed(*overrides: str) -> DictConfig:
     register_resolvers()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("sft", overrides=[*overrides], return_hydra_config=True)
-
-
-def fine_tune(folder: Path, *overrides: str) -> dict[str, float]:
-    """What `python sft.py OVERRIDES` does in run folder `folder`, in this process."""
-    return run_experiment(folder, *overrides, config="sft", entry=run)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +96,7 @@ def test_a_demonstration_is_asked_as_the_rollout_engine_is(byte_model: Path, pro
     engine.load_weights([], 0)
     texts = ["2+3?", "é", " x\n"]
     asked = [(f"q{number}", Prompt(f"q{number}", text, "")) for number, text in enumerate(texts)]
-    draw(engine, Told(), tokenizer, prompt_format, asked, SamplingParams(max_tokens=4), 1, lambda uid, index: 0)
+    generate_graded(engine, Told(), tokenizer, prompt_format, asked, SamplingParams(max_tokens=4), 1, lambda uid, index: 0)
     rows = encode(tokenizer, prompt_format, [Demonstration(text, "5") for text in texts], 7, frozenset({7}))
     assert [tuple(row.ids[: row.prompt].tolist()) for row in rows] == [request.prompt_ids for request in engine.requests]
     assert [row.ids[row.prompt :].tolist() for row in rows] == [[*tokenizer("5")["input_ids"], 7]] * 3

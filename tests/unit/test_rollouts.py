@@ -10,6 +10,7 @@ from threading import Barrier
 import pytest
 import torch
 from support import FixedPolicy, ScriptedEngine
+from support.tasks import Echo
 
 from bapo.advantages import GroupRelativeAdvantage
 from bapo.protocols import EngineError
@@ -21,20 +22,6 @@ from bapo.rollouts.seeds import derive_seed
 from bapo.types import Prompt, SamplingParams
 
 VERSION = 5
-
-
-class Echo:
-    """Ten prompts `aK=`; the response `K` is right."""
-
-    def __init__(self, n: int = 10, text=lambda i: f"a{i}="):
-        self.rows = [Prompt(f"echo/{i}", text(i), str(i)) for i in range(n)]
-
-    def prompts(self, split: str) -> list[Prompt]:
-        return self.rows
-
-    def verify(self, prompts: list[Prompt], responses: list[str]) -> list[float]:
-        assert responses, "a task is not asked about none"
-        return [float(response == prompt.answer) for prompt, response in zip(prompts, responses, strict=True)]
 
 
 def collector(engine, tokenizer, task=None, **options) -> Collector:

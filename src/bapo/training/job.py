@@ -99,13 +99,12 @@ def _saved_config(folder: Path, overrides: list[str], entry: Entry) -> DictConfi
 
 def build(cfg: DictConfig, entry: Entry) -> dict[str, Any]:
     """The cheap objects of a config, checked one by one and together; engine, loggers, trainer and model are still recipes."""
-    config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    assert isinstance(config, dict)
-    check_keys_and_types(config, entry.top_level, entry.plain)  # type: ignore[arg-type]
-    parts: dict[str, Any] = {"trainer": read_trainer(config["trainer"])} if "trainer" in config else {}  # type: ignore[arg-type]
+    config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    check_keys_and_types(config, entry.top_level, entry.plain)
+    parts: dict[str, Any] = {"trainer": read_trainer(config["trainer"])} if "trainer" in config else {}
     parts |= {name: _instantiate(name, section) for name, section in config.items() if name not in HEAVY}
     entry.check_light(parts)
-    check_heavy_calls(config)  # type: ignore[arg-type]
+    check_heavy_calls(config)
     parts |= {name: _instantiate(name, config[name]) for name in ("callbacks", "lr_schedule") if name in config}
     parts["logger"] = config.get("logger") or {}
     entry.check(parts)

@@ -59,7 +59,8 @@ class Checkpoints(ModelCheckpoint):
     def _save_newest(self, trainer: L.Trainer, between: bool) -> None:
         """Saves unless that is done. between: two epochs; the one before is saved as at its last update, like all others."""
         folder, step = Path(str(self.dirpath)), trainer.global_step
-        if trainer.fast_dev_run or step in {0, *checkpoint_steps(folder).values()}:
+        debugging: Any = trainer.fast_dev_run  # type: ignore[attr-defined]
+        if debugging or step in {0, *checkpoint_steps(folder).values()}:
             return
         progress: Any = trainer.fit_loop.epoch_progress.current
         before = progress.processed, progress.completed
