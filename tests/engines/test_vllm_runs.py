@@ -65,12 +65,11 @@ def wait_for(condition, seconds: float, screen: Path):
 
 
 def session(pid: int) -> list:
-    """The processes of a session, but for the little helper of Python's own that cleans up after it."""
+    """The living processes of a session. Python's resource tracker is one, until it has removed what others left in memory."""
     alive = []
-    for process in psutil.process_iter(["cmdline", "status"]):
+    for process in psutil.process_iter(["status"]):
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            helper = any("resource_tracker" in word for word in process.info["cmdline"] or [])
-            if os.getsid(process.pid) == pid and not helper and process.info["status"] != psutil.STATUS_ZOMBIE:
+            if os.getsid(process.pid) == pid and process.info["status"] != psutil.STATUS_ZOMBIE:
                 alive.append(process)
     return alive
 
