@@ -1,8 +1,8 @@
-"""What drawing beside the training saves: runs with schedule.overlap and without, in turns, and the ratio of their wall times.
+"""Time saved by generating in the background: runs with schedule.overlap and without, in turns; ratio of their wall times.
 
 python benchmarks/overlap.py [OVERRIDE ...]
 
-Default: the embedded run, drawn by vLLM (make vllm), on data one round old, with 4 passes over a pool and with 1.
+Default: the embedded run on vLLM (make vllm), a lag of one round, with 4 epochs per round and with 1.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Seconds:
-    """Per round, over the middle of a run: wall time, and of it, or beside it, drawing and training."""
+    """Per round, over the middle of a run: wall time, and the time of generation and training within it."""
 
     wall: float
-    drawing: float
+    generation: float
     training: float
 
 
 def measure(folder: Path, updates_per_round: int, overrides: Sequence[str]) -> Seconds:
-    """A run, from the end of its second round to the end of its last but one: as many rounds drawn as trained."""
+    """Time a run from the end of its second round to the end of its last but one: as many rounds generated as trained."""
     command = [sys.executable, str(TRAIN), f"hydra.run.dir={folder}", *COMMON, *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     rounds = len(recorded_steps(folder / FOLDER)) // updates_per_round
@@ -49,24 +49,24 @@ def measure(folder: Path, updates_per_round: int, overrides: Sequence[str]) -> S
 
 
 def compare(epochs: int, overrides: Sequence[str], repeats: int) -> None:
-    """A line of the table. The two kinds take turns, so that both see the same machine."""
-    found: dict[str, list[Seconds]] = {"false": [], "true": []}
+    """Print a line of the table. The two kinds take turns, so that both see the same machine."""
+    measured: dict[str, list[Seconds]] = {"false": [], "true": []}
     sizes = (f"schedule.epochs_per_round={epochs}", "schedule.minibatches_per_epoch=4")
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as temporary:
         for turn in range(repeats):
-            for overlap, seconds in found.items():
-                folder = Path(made) / f"{turn}_{overlap}"
+            for overlap, seconds in measured.items():
+                folder = Path(temporary) / f"{turn}_{overlap}"
                 seconds.append(measure(folder, 4 * epochs, [*sizes, f"schedule.overlap={overlap}", *overrides]))
-    ratios = [after.wall / beside.wall for after, beside in zip(found["false"], found["true"], strict=True)]
-    drawing, training, after = (
-        statistics.median(getattr(s, name) for s in found["false"]) for name in ("drawing", "training", "wall")
+    ratios = [one.wall / other.wall for one, other in zip(measured["false"], measured["true"], strict=True)]
+    generation, training, sequential = (
+        statistics.median(getattr(s, name) for s in measured["false"]) for name in ("generation", "training", "wall")
     )
-    beside = statistics.median(s.wall for s in found["true"])
-    rest = after - drawing - training  # syncs, files, checkpoints: one after the other in both
-    best = after / (max(drawing, training) + rest)
+    background = statistics.median(s.wall for s in measured["true"])
+    rest = sequential - generation - training  # syncs, files, checkpoints: sequential in both
+    best = sequential / (max(generation, training) + rest)
     print(
-        f"| {epochs} | {drawing:.2f} | {training:.2f} | {after:.2f} | {beside:.2f} | {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f} to {max(ratios):.2f}) | {best:.2f} |",
+        f"| {epochs} | {generation:.2f} | {training:.2f} | {sequential:.2f} | {background:.2f} | "
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {best:.2f} |",
         flush=True,
     )
 
@@ -74,7 +74,7 @@ def compare(epochs: int, overrides: Sequence[str], repeats: int) -> None:
 if __name__ == "__main__":
     overrides = sys.argv[1:] or DEFAULT
     print("Seconds per round, median of", REPEATS, "runs each;", " ".join(overrides))
-    print("\n| E | drawing | training | one after the other | beside each other | ratio (lowest to highest) | at best |")
+    print("\n| E | generation | training | sequential | in the background | ratio (lowest to highest) | at best |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for epochs in (4, 1):
         compare(epochs, overrides, REPEATS)

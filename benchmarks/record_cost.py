@@ -1,4 +1,4 @@
-"""What the records of the updates cost: one record of many tokens, then the same small run with and without records.
+"""Cost of the update records: one record of many tokens, then the same small run with and without records.
 
 python benchmarks/record_cost.py [OVERRIDE ...]
 """
@@ -26,7 +26,7 @@ REPEATS = 3
 
 
 def part(rows: int, length: int) -> SeenPart:
-    """A micro-batch of random tokens, as an update hands it over."""
+    """Make a micro-batch of random tokens, as an update passes it to its observer."""
     generator = torch.Generator().manual_seed(0)
     now, noise, entropy = (torch.randn(rows, length, generator=generator) for _ in range(3))
     logprobs = -now.abs()
@@ -38,7 +38,7 @@ def part(rows: int, length: int) -> SeenPart:
 
 
 def writing(rows: int, length: int, repeats: int, folder: Path) -> tuple[float, float]:
-    """(seconds, bytes) of a record of rows * length tokens in one micro-batch."""
+    """Write records; return (seconds, bytes) of one of rows * length tokens in one micro-batch."""
     seen, mask = part(rows, length), torch.ones(rows, length, dtype=torch.bool)
     sequences = Batch(*[mask] * 7, policy_version=mask.long(), advantages=mask, rewards=mask)
     minibatch = MiniBatch(sequences, {}, torch.zeros(rows, 2, dtype=torch.int64))
@@ -50,7 +50,7 @@ def writing(rows: int, length: int, repeats: int, folder: Path) -> tuple[float, 
 
 
 def training(folder: Path, overrides: Sequence[str]) -> list[float]:
-    """`time/train` of every update of a run but the first ten, which warm up."""
+    """Run and return `time/train` of every update after the first ten, which warm up."""
     command = [sys.executable, str(TRAIN), f"hydra.run.dir={folder}", "callbacks.evaluate=null", *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with (folder / "timing.csv").open() as file:

@@ -46,10 +46,10 @@ def test_overlap_compares_two_runs(cache_dir: Path, monkeypatch: pytest.MonkeyPa
 
     small = ["+experiment=smoke", f"policy.warm_start.cache_dir={cache_dir}", "trainer.max_rounds=5"]
     overlap.compare(1, small, repeats=1)
-    epochs, drawing, training, after, beside, ratio, best = (
+    epochs, generation, training, sequential, background, ratio, best = (
         cell.split()[0] for cell in capsys.readouterr().out.strip("| \n").split("|")
     )
     assert epochs == "1"
-    assert all(float(seconds) > 0 for seconds in (drawing, training, after, beside))
-    assert float(ratio) == pytest.approx(float(after) / float(beside), rel=0.1)
+    assert all(float(seconds) > 0 for seconds in (generation, training, sequential, background))
+    assert float(ratio) == pytest.approx(float(sequential) / float(background), rel=0.1)
     assert 1 <= float(best) <= 2

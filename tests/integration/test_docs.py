@@ -19,7 +19,7 @@ from support.configs import composed, parts_of, without_hydra
 
 from bapo import losses
 from bapo.advantages import group_advantages
-from bapo.analysis.whatif.config import build, replayed_config
+from bapo.analysis.whatif.config import build, changed_config
 from bapo.losses import PRESETS, search_clip_bounds
 from bapo.losses.clip_bounds import Balance
 from bapo.losses.objective import Aggregation, Correction, KlEstimator, aggregation_scale
@@ -29,7 +29,7 @@ from bapo.training.callbacks.staleness import HISTOGRAM
 from bapo.training.config_check import all_keys
 
 DOCS = REPOSITORY / "docs"
-PAGES = {name: (DOCS / f"{name}.md").read_text() for name in ("algorithm", "metrics", "staleness", "replay")}
+PAGES = {name: (DOCS / f"{name}.md").read_text() for name in ("algorithm", "metrics", "staleness", "whatif")}
 ALGORITHM = PAGES["algorithm"]
 
 spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
@@ -220,7 +220,7 @@ def test_the_table_of_an_option_has_all_its_choices(field: str) -> None:
 
 def test_every_metric_is_registered() -> None:
     spaces = "|".join(sorted({name.split("/")[0] for name in METRICS}))
-    pages = "\n".join(PAGES[page] for page in ("algorithm", "staleness", "replay"))
+    pages = "\n".join(PAGES[page] for page in ("algorithm", "staleness", "whatif"))
     names = [span for span in spans(pages) if re.fullmatch(rf"({spaces})/[\w@/]+", span) and span != HISTOGRAM]
     assert len(names) > 10
     for name in names:
@@ -237,7 +237,7 @@ def test_every_command_parses(command: str) -> None:
     if script == "-m":
         if arguments[0] != "bapo.analysis.sweep":  # on runs in tests/test_readme.py
             assert arguments[0] == "bapo.analysis.whatif"  # with these overrides in tests/integration/test_whatif.py
-            build(replayed_config(without_hydra(composed()), [a for a in arguments[2:] if "=" in a]))
+            build(changed_config(without_hydra(composed()), [a for a in arguments[2:] if "=" in a]))
         return
     assert (REPOSITORY / script).is_file()
     if script == "train.py":

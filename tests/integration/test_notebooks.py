@@ -26,7 +26,7 @@ def test_notebook_runs(notebook, cache_dir, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "4 updates" in printed
     assert printed.count("reward") == 8
-    assert names["ages"] == [0.0, 1.0, 2.0, 3.0]
+    assert names["staleness"] == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.name)

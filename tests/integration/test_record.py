@@ -16,9 +16,9 @@ import pytest
 import torch
 from support import REPOSITORY, SMALL, random_batch, run_experiment
 
-from bapo.analysis.clip_figures import ClipSummary, ages_of_tokens
 from bapo.analysis.report import write_report
-from bapo.analysis.whatif.config import build, replayed_config
+from bapo.analysis.token_figures import EntropyChanges, TokenSummary, correlation, staleness_of_tokens
+from bapo.analysis.whatif.config import build, changed_config
 from bapo.analysis.whatif.walk import walk
 from bapo.losses import BapoLoss, BoundRange, CispoLoss, FixedClipLoss, GspoLoss
 from bapo.losses.objective import Objective
@@ -26,13 +26,11 @@ from bapo.metrics import MetricParts
 from bapo.module import BapoModule
 from bapo.ops.microbatch import MicroBatch, SeenPart
 from bapo.records.clipping import PROBABILITY_EDGES, RATIO_EDGES, clip_statistics
-from bapo.records.entropy import EntropyChanges, correlation
 from bapo.records.files import (
     UpdateRecord,
     check_complete,
     forget_after,
     load_update,
-    read_updates,
     record_path,
     recorded_steps,
     save_record,
@@ -64,7 +62,7 @@ def logged(folder: Path) -> list[dict[str, float]]:
 
 
 def records(folder: Path) -> list[UpdateRecord]:
-    return list(read_updates(folder / "updates", check_complete(folder / "updates")))
+    return [load_update(folder / "updates", step) for step in check_complete(folder / "updates")]
 
 
 # What a file holds.
@@ -113,7 +111,7 @@ def test_what_is_counted_agrees_with_what_is_logged_and_with_the_tokens(uninterr
         assert record.by_side[0, 0, 1] / tokens == pytest.approx(row["policy/clip_frac_low"], abs=1e-12)
         assert record.by_side[0].sum() / tokens == pytest.approx(row["policy/negative_token_frac"], abs=1e-12)
         assert record.entropy_by_ratio.sum() / tokens == pytest.approx(row["policy/entropy"], rel=1e-6)
-        assert record.ages.tolist() == [[row["staleness/max"], tokens]]
+        assert record.staleness.tolist() == [[row["staleness/max"], tokens]]
         batch = load_pool(uninterrupted / "rounds", record.round).batch.select(torch.from_numpy(record.rows[:, 1]).long())
         mask = batch.response_mask
         behaviour = batch.behaviour_logprobs[mask].numpy()
@@ -178,7 +176,7 @@ def test_a_stopped_and_resumed_run_has_every_update_once(uninterrupted, small, t
     for step in (update + 1, 40):
         record_path(updates, step).write_bytes(b"of a time that never was")
         record_path(updates, step, rank=1).write_bytes(b"likewise")
-    (updates / "update_000041.partial").write_bytes(b"half")
+    (updates / "update_000041.npz.partial").write_bytes(b"half")
     run_experiment(tmp_path, f"resume={tmp_path}")
     expected = {path.name: path.read_bytes() for path in (uninterrupted / "updates").iterdir()}
     assert {path.name: path.read_bytes() for path in updates.iterdir()} == expected
@@ -206,7 +204,7 @@ def test_the_files_of_all_ranks_become_one_update(tmp_path):
     assert record.rows[:, 1].tolist() == [1, 2, 10, 11]
     assert record.entropy.tolist() == [1, 2, 3, 10, 11, 12]
     assert record.micro_batches.tolist() == [2, 2]
-    assert record.ages.tolist() == [[1, 2], [7, 1], [10, 2], [7, 1]]
+    assert record.staleness.tolist() == [[1, 2], [7, 1], [10, 2], [7, 1]]
     assert (record.by_side == 11).all()
     assert (record.entropy_by_ratio == 11).all()
     assert record.entropy_of_rows().tolist() == [1, 5, 10, 23]
@@ -363,7 +361,7 @@ def test_the_parts_of_an_update_make_its_record():
     batch.policy_version[batch.response_mask] = torch.tensor([6, 4, 4, 2]).repeat(99)[: int(batch.response_mask.sum())]
     record = record_of(MiniBatch(batch, {}, places), parts, {"step": 7})
     versions = batch.policy_version[batch.response_mask].tolist()
-    assert record.ages.tolist() == [[0, versions.count(6)], [2, versions.count(4)], [4, versions.count(2)]]
+    assert record.staleness.tolist() == [[0, versions.count(6)], [2, versions.count(4)], [4, versions.count(2)]]
     assert record.rows.tolist() == [[3, 14], [2, 0], [3, 10], [3, 11], [3, 13]]
     order = torch.tensor([4, 2, 0, 1, 3])
     assert record.lengths.tolist() == batch.response_mask.sum(dim=1)[order].tolist()
@@ -419,12 +417,12 @@ def test_a_record_of_another_update_is_noticed(tmp_path):
 # The pictures.
 
 
-def test_the_report_shows_who_is_clipped(uninterrupted):
+def test_the_report_has_the_figures_of_single_tokens(uninterrupted):
     page = (uninterrupted / "report.html").read_text()
-    for stem in ("clipped_tokens", "probability_ratio", "entropy_clip", "token_ages"):
+    for stem in ("clipped_tokens", "probability_ratio", "entropy_clip", "token_staleness"):
         assert (uninterrupted / "figures" / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
         assert f'alt="{stem}"' in page
-    assert "Eq. 6 says" in page
+    assert "Eq. 6 predicts" in page
 
 
 def test_a_report_without_whole_records_says_so_or_nothing(uninterrupted, tmp_path):
@@ -434,7 +432,7 @@ def test_a_report_without_whole_records_says_so_or_nothing(uninterrupted, tmp_pa
     (tmp_path / "updates").mkdir()
     record_path(tmp_path / "updates", 1).write_bytes(b"torn")
     page = write_report(tmp_path).read_text()
-    assert "Who is clipped is not drawn:" in page
+    assert "Figures of single tokens are not drawn:" in page
     assert "update_000001.npz is damaged" in page
 
 
@@ -450,21 +448,21 @@ def test_two_ranks_record_what_one_records(uninterrupted, small, tmp_path):
         assert sorted(map(tuple, one.rows.tolist())) == sorted(map(tuple, two.rows.tolist()))
         assert two.by_side.sum() == two.facts["tokens"] == one.facts["tokens"]
         assert two.facts["entropy_clip_cov"] == pytest.approx(one.facts["entropy_clip_cov"], rel=2e-3, abs=1e-4)
-    again = list(walk(tmp_path, range(1, 13), *build(replayed_config(read_config(tmp_path), []))))
+    again = list(walk(tmp_path, range(1, 13), *build(changed_config(read_config(tmp_path), []))))
     for outcome, row in zip(again, logged(tmp_path), strict=True):
-        assert outcome.replayed.bounds == (row["bounds/clip_low"], row["bounds/clip_high"])
-        assert outcome.replayed.loss == pytest.approx(row["policy/loss"], abs=1e-6)
+        assert outcome.what_if.bounds == (row["bounds/clip_low"], row["bounds/clip_high"])
+        assert outcome.what_if.loss == pytest.approx(row["policy/loss"], abs=1e-6)
 
 
-def test_the_picture_of_ages_has_every_token_in_its_cell():
-    """Three updates of two ages; the shares of a column add up to one."""
+def test_the_picture_of_staleness_has_every_token_in_its_cell():
+    """Three updates with tokens of two stalenesses; the shares of a column add up to one."""
     pairs = [np.array([[0, 3], [4, 1]]), np.array([[1, 5]]), np.array([[2, 2], [6, 6]])]
-    (axes, _) = ages_of_tokens(ClipSummary(steps=[1, 2, 3], ages=pairs)).axes
+    (axes, _) = staleness_of_tokens(TokenSummary(steps=[1, 2, 3], staleness=pairs)).axes
     (mesh,) = axes.collections
     share = np.ma.filled(mesh.get_array(), 0.0)
     assert share.shape == (7, 3)
     assert share.nonzero()[0].tolist() == [0, 1, 2, 4, 6]
     assert share[[0, 4, 1, 2, 6], [0, 0, 1, 2, 2]].tolist() == [0.75, 0.25, 1, 0.25, 0.75]
     many = [np.array([[age, 1]]) for age in range(1000)]
-    (axes, _) = ages_of_tokens(ClipSummary(steps=list(range(1, 1001)), ages=many)).axes
+    (axes, _) = staleness_of_tokens(TokenSummary(steps=list(range(1, 1001)), staleness=many)).axes
     assert np.ma.filled(axes.collections[0].get_array(), 0.0).sum(axis=0) == pytest.approx(1)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bapo.analysis.figures import Panel, Picture, Run, has, missing, moving_average, points, round_starts, smoothing_window
-from bapo.analysis.labels import distinguish
-from bapo.analysis.report import describe, levels, main, share_moved, wall_time, write_comparison, write_report
+from bapo.analysis.figures import Panel, Picture, Run, has, missing, moving_average, smoothing_window
+from bapo.analysis.report import describe, levels, main, ranges, share_moved, wall_time, write_comparison, write_report
+from bapo.analysis.run_data import distinguish, points, round_starts
 
 STEMS = ["clip_bounds", "clip_frac", "entropy", "grad_norm", "positive_ratio", "response_length", "reward", "staleness"]
 
@@ -113,7 +113,7 @@ def test_report_of_a_run(tmp_path: Path) -> None:
         "entropy (nats)": "0.125 first, 0.500 last",
         "mean clip_low": "0.675",
         "mean clip_high": "1.775",
-        "age of the data (updates)": "mean 0.3, at most 0",
+        "staleness (updates)": "mean 0.3, maximum 0",
         "updates with a bound off its start": "50%",
         "time in updates, refills and evaluations": "2.0 min",
     }
@@ -134,7 +134,7 @@ def test_report_without_config_status_and_some_columns(tmp_path: Path) -> None:
     (run / "figures").mkdir()
     (run / "figures/staleness.png").write_bytes(b"of an earlier report")
     page = Page(write_report(run).read_text())
-    assert "Not drawn, for want of the metric: eval/*/avg@*, policy/lr, staleness/mean, staleness/max." in page.text
+    assert "Not drawn, as no run logged them: eval/*/avg@*, policy/lr, staleness/mean, staleness/max." in page.text
     assert sorted(file.stem for file in (run / "figures").iterdir()) == [stem for stem in STEMS if stem != "staleness"]
     assert [row[0] for row in page.rows][:2] == ["updates", "rounds"]
     assert "updates with a bound off its start" not in page.text
@@ -193,8 +193,8 @@ def test_share_of_updates_with_a_bound_off_its_start() -> None:
     rows = [
         {"bounds/clip_low": low, "bounds/clip_high": high} for low, high in ((0.6, 1.2), (0.62, 1.2), (0.6, 1.25), (0.6, 1.2))
     ]
-    assert share_moved([{"eval/test/avg@1": 0.5}, *rows], loss) == 0.5
-    assert share_moved(rows, {"clip_low": 0.8, "clip_high": 1.2}) is None
+    assert share_moved([{"eval/test/avg@1": 0.5}, *rows], ranges({"loss": loss})) == 0.5
+    assert share_moved(rows, ranges({"loss": {"clip_low": 0.8, "clip_high": 1.2}})) is None
 
 
 def test_levels_and_description_of_a_fixed_clip() -> None:
@@ -246,8 +246,8 @@ def test_labels_of_a_sweep_over_losses_and_seeds() -> None:
     assert distinguish([{"schedule": {"replay": None}}, replay]) == ["no replay", "Replay"]
 
 
-def test_a_pool_drawn_beside_the_training_counts_by_the_time_it_was_waited_for(tmp_path: Path) -> None:
+def test_a_pool_collected_in_the_background_counts_by_its_wait(tmp_path: Path) -> None:
     (tmp_path / "timing.csv").write_text(
         "trainer/global_step,time/train,time/refill,time/wait\n1,30.0,60.0,\n2,30.0,100.0,2.5\n3,30.0,,\n"
     )
-    assert wall_time(tmp_path) == "2.5 min"  # 90 training, 60 drawn before it, 2.5 waited for
+    assert wall_time(tmp_path) == "2.5 min"  # 90 training, 60 refill in the foreground, 2.5 wait

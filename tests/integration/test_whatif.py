@@ -1,4 +1,4 @@
-"""A replay that changes nothing gives what was logged; one that changes something gives what an independent count gives."""
+"""A what-if without changes reproduces the log; one with changes equals an independent count."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from support import REPOSITORY, SMALL, run_experiment
 
 from bapo.analysis.whatif import walk as walk_module
-from bapo.analysis.whatif.__main__ import main, replay
-from bapo.analysis.whatif.config import build, replayed_config
+from bapo.analysis.whatif.__main__ import main, what_if
+from bapo.analysis.whatif.config import build, changed_config
 from bapo.analysis.whatif.table import agreement, bounds_differ
 from bapo.analysis.whatif.walk import Outcome, walk
 from bapo.losses import AdaptiveRatioLoss, BapoLoss, FixedClipLoss, GspoLoss
@@ -47,14 +47,14 @@ TARGET = "loss.target_positive_ratio=0.45"
 @pytest.fixture(scope="module")
 def run_dir(small, tmp_path_factory) -> Path:
     """A run with BAPO, in two micro-batches or more per update."""
-    folder = tmp_path_factory.mktemp("replayed")
+    folder = tmp_path_factory.mktemp("recorded")
     run_experiment(folder, *small, TARGET)
     return folder
 
 
 @pytest.fixture
 def copy(run_dir, tmp_path) -> Path:
-    return Path(shutil.copytree(run_dir, tmp_path / "copy", ignore=shutil.ignore_patterns("replay")))
+    return Path(shutil.copytree(run_dir, tmp_path / "copy", ignore=shutil.ignore_patterns("whatif")))
 
 
 def logged(folder: Path) -> list[dict[str, float]]:
@@ -64,7 +64,7 @@ def logged(folder: Path) -> list[dict[str, float]]:
 
 
 def outcomes(folder: Path, *overrides: str) -> list[Outcome]:
-    loss, objective = build(replayed_config(read_config(folder), overrides))
+    loss, objective = build(changed_config(read_config(folder), overrides))
     return list(walk(folder, check_complete(folder / "updates"), loss, objective))
 
 
@@ -91,7 +91,7 @@ def test_without_overrides_it_gives_what_was_logged(small, tmp_path, overrides):
     assert len(found) == len(rows) >= 8
     assert max(len(load_update(tmp_path / "updates", outcome.step).micro_batches) for outcome in found) >= 2
     for outcome, row in zip(found, rows, strict=True):
-        again = outcome.replayed
+        again = outcome.what_if
         assert outcome.step == row["trainer/global_step"]
         assert again.loss == pytest.approx(row["policy/loss"], abs=1e-6)
         if "loss.bounds_scope=micro_batch" in overrides:  # a mean over tokens
@@ -111,16 +111,16 @@ def test_the_corrections_of_these_runs_do_something(small, tmp_path):
     run_experiment(tmp_path, *small, *RUNS["grpo"])
     assert max(row["mismatch/corrected_frac"] for row in logged(tmp_path)) > 0
     plain = outcomes(tmp_path, "objective.correction=none")
-    assert max(abs(o.replayed.loss - o.recorded.loss) for o in plain) > 1e-5
+    assert max(abs(o.what_if.loss - o.recorded.loss) for o in plain) > 1e-5
 
 
-def test_an_adaptive_width_is_unfinished_from_update_to_update(small, tmp_path):
+def test_an_adaptive_width_persists_from_update_to_update(small, tmp_path):
     run_experiment(tmp_path, *small, "loss=adaptive_ratio")
     found = outcomes(tmp_path)
-    assert len({o.replayed.clip_high for o in found}) > 3
+    assert len({o.what_if.clip_high for o in found}) > 3
     loss = AdaptiveRatioLoss()
     ((alone),) = walk(tmp_path, [8], loss, Objective())
-    assert alone.replayed.bounds != alone.recorded.bounds  # out of order it would begin with the first width
+    assert alone.what_if.bounds != alone.recorded.bounds  # out of order it would begin with the first width
 
 
 # What if.
@@ -141,9 +141,9 @@ def test_another_choice_is_the_counterfactual_that_the_run_itself_logged(run_dir
     for outcome, row in zip(found, logged(run_dir), strict=True):
         names = (f"bounds/cf/{choice}/{name}" for name in ("clip_low", "clip_high", "positive_ratio"))
         low, high, ratio = (row[name] for name in names)
-        assert outcome.replayed.bounds == (low, high)
+        assert outcome.what_if.bounds == (low, high)
         # On data as new as the policy the search takes r for 1, the loss for what rounding leaves of it.
-        assert outcome.replayed.positive_ratio == pytest.approx(ratio, abs=1e-6)
+        assert outcome.what_if.positive_ratio == pytest.approx(ratio, abs=1e-6)
     assert any(map(bounds_differ, found)) == (choice not in ("high_first",))
 
 
@@ -156,15 +156,15 @@ def test_another_loss_is_what_a_count_over_the_tokens_gives(run_dir):
         advantages = batch.advantages[:, None].expand(mask.shape)[mask].double().numpy()
         ratio = np.exp(record.logprobs.astype(np.float64) - batch.behaviour_logprobs[mask].numpy())
         loss = -np.minimum(ratio * advantages, ratio.clip(0.8, 1.2) * advantages).mean()
-        assert outcome.replayed.loss == pytest.approx(loss, abs=1e-6)
-        assert outcome.replayed.bounds == (0.8, 1.2)
+        assert outcome.what_if.loss == pytest.approx(loss, abs=1e-6)
+        assert outcome.what_if.bounds == (0.8, 1.2)
         clipped = [((advantages > 0) & (ratio > 1.2)).mean(), 0.0, 0.0, ((advantages < 0) & (ratio < 0.8)).mean()]
-        assert outcome.replayed.clipped == pytest.approx(clipped, abs=1e-12)
-    assert outcome.recorded.loss != outcome.replayed.loss
+        assert outcome.what_if.clipped == pytest.approx(clipped, abs=1e-12)
+    assert outcome.recorded.loss != outcome.what_if.loss
 
 
 def parts(run_dir: Path, *overrides: str) -> tuple:
-    return build(replayed_config(read_config(run_dir), overrides))
+    return build(changed_config(read_config(run_dir), overrides))
 
 
 def test_overrides_choose_files_and_change_values_of_the_runs_config(run_dir):
@@ -178,28 +178,34 @@ def test_overrides_choose_files_and_change_values_of_the_runs_config(run_dir):
     reference = parts(run_dir, "loss=bapo_reference", "loss.target_positive_ratio=0.3")[0]
     assert isinstance(reference, BapoLoss)
     assert (reference.target_positive_ratio, reference.mass, reference.clip_low.step) == (0.3, "surrogate", 0.05)
-    assert parts(run_dir, "loss=bapo")[0].target_positive_ratio == 0.55
+    assert parts(run_dir, "loss=bapo")[0].target_positive_ratio == 0.4
+    assert parts(run_dir, "loss=bapo_digit_ops")[0].target_positive_ratio == 0.55
     cfg = read_config(run_dir)
-    cfg.task._target_ = "bapo.tasks.gsm8k.GSM8K"
-    assert build(replayed_config(cfg, ["loss=bapo"]))[0].target_positive_ratio == 0.4
-    cfg.task._target_ = "elsewhere.Task"
-    assert build(replayed_config(cfg, ["loss=bapo"]))[0].target_positive_ratio == 0.4
     cfg.objective.correction = "token_tis"
-    assert build(replayed_config(cfg, ["loss=gspo"]))[1].correction == "token_tis"  # the run's objective stays
+    assert build(changed_config(cfg, ["loss=gspo"]))[1].correction == "token_tis"  # the run's objective stays
+
+
+def test_a_loss_of_a_users_own_conf_folder_is_a_choice(run_dir, tmp_path):
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "mine.yaml").write_text("_target_: bapo.losses.FixedClipLoss\nclip_low: 0.5\nclip_high: 1.5\n")
+    cfg = changed_config(read_config(run_dir), ["loss=mine", "loss.clip_low=0.6"], tmp_path)
+    assert build(cfg) == (FixedClipLoss(0.6, 1.5), Objective())
+    with pytest.raises(ValueError, match=r"loss=other: it must be one of .*mine"):
+        changed_config(read_config(run_dir), ["loss=other"], tmp_path)
 
 
 REFUSED = {
-    "seed=3": "seed=3: a replay changes loss and objective only",
-    "los=grpo": "los=grpo: a replay changes loss and objective only",
-    "optimizer.lr=1": "a replay changes loss and objective only",
-    "loss@objective=grpo": "a replay changes loss and objective only",
+    "seed=3": "seed=3: a what-if changes loss and objective only",
+    "los=grpo": "los=grpo: a what-if changes loss and objective only",
+    "optimizer.lr=1": "a what-if changes loss and objective only",
+    "loss@objective=grpo": "a what-if changes loss and objective only",
     "loss=nope": "loss=nope: it must be one of adaptive_ratio, asymmetric_high",
     "objective=nope": "objective=nope: it must be one of default",
     "loss=null": "loss=None: it must be one of",
     "loss.target_positive_ratoi=1": "unknown key 'loss.target_positive_ratoi'; nearest: 'loss.target_positive_ratio'",
     "+loss.foo=1": "unknown key 'loss.foo'",
-    "~loss.mass": "a replay knows neither ~ nor sweeps",
-    "loss.target_positive_ratio=0.3,0.4": "a replay knows neither ~ nor sweeps",
+    "~loss.mass": "without ~ and sweeps",
+    "loss.target_positive_ratio=0.3,0.4": "without ~ and sweeps",
     "loss.target_positive_ratio=7": "loss.target_positive_ratio is 7; it must be in (0, 1)",
     "loss.target_positive_ratio=abc": "loss.target_positive_ratio is 'abc'; it must be a number",
     "loss.search_order=up": "loss.search_order is 'up'; it must be one of high_first, low_first",
@@ -212,7 +218,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("override", REFUSED)
-def test_what_cannot_be_replayed_is_said_in_a_line(run_dir, override):
+def test_an_override_that_does_not_fit_ends_in_one_line(run_dir, override):
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - what it says is compared below
         parts(run_dir, override)
     assert REFUSED[override] in str(refused.value)
@@ -220,7 +226,7 @@ def test_what_cannot_be_replayed_is_said_in_a_line(run_dir, override):
 
 
 def test_what_the_page_says_of_commands_and_files_is_so(run_dir):
-    page = (REPOSITORY / "docs" / "replay.md").read_text()
+    page = (REPOSITORY / "docs" / "whatif.md").read_text()
     commands = re.findall(r"^python -m bapo.analysis.whatif RUN_DIR(.*?)(?: *#.*)?$", page, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:
@@ -238,7 +244,7 @@ def test_what_the_page_says_of_commands_and_files_is_so(run_dir):
 # Files.
 
 
-def test_a_copied_folder_replays_without_its_model_and_its_engine(copy, tmp_path, monkeypatch, capsys):
+def test_a_copied_folder_needs_neither_model_nor_engine(copy, tmp_path, monkeypatch, capsys):
     cfg = read_config(copy)
     cfg.policy.warm_start, cfg.policy.path = None, "/nowhere/model"
     cfg.rollout.engine._target_ = "no.such.Engine"
@@ -247,19 +253,19 @@ def test_a_copied_folder_replays_without_its_model_and_its_engine(copy, tmp_path
     monkeypatch.chdir(tmp_path)
     main(["copy", "loss=bapo_reference", "loss.target_positive_ratio=0.3"])
     out = capsys.readouterr().out
-    folder = Path("copy/replay/loss=bapo_reference_loss.target_positive_ratio=0.3")
+    folder = Path("copy/whatif/loss=bapo_reference_loss.target_positive_ratio=0.3")
     assert out.rstrip().endswith(str(folder))
-    assert sorted(path.name for path in folder.iterdir()) == ["figure.png", "replay.csv", "replay.md"]
+    assert sorted(path.name for path in folder.iterdir()) == ["figure.png", "whatif.csv", "whatif.md"]
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
-    page = (folder / "replay.md").read_text()
-    assert page.startswith("# Replay: loss=bapo_reference")
+    page = (folder / "whatif.md").read_text()
+    assert page.startswith("# What if: loss=bapo_reference")
     assert "target_positive_ratio: 0.3" in page
     lines = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     assert [line[0].strip("| ") for line in lines] == ["round", "---", "0", "1", "all"]
-    with (folder / "replay.csv").open() as file:
+    with (folder / "whatif.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["trainer/global_step"]) for row in rows] == list(range(1, 9))
-    mean = sum(float(row["replayed/clip_high"]) for row in rows) / 8
+    mean = sum(float(row["what_if/clip_high"]) for row in rows) / 8
     before = sum(float(row["recorded/clip_high"]) for row in rows) / 8
     assert lines[-1][lines[0].index("clip_high")] == f"{before:.4f} > {mean:.4f}"
     differ = sum(int(row["bounds_differ"]) for row in rows) / 8
@@ -268,12 +274,12 @@ def test_a_copied_folder_replays_without_its_model_and_its_engine(copy, tmp_path
 
 def test_a_name_may_be_given_and_nothing_changed_says_so(run_dir, capsys):
     main([str(run_dir), "--name", "mine/../x"])
-    assert (run_dir / "replay" / "mine_.._x" / "replay.md").is_file()
+    assert (run_dir / "whatif" / "mine_.._x" / "whatif.md").is_file()
     assert "Nothing changed. Largest difference to a recorded loss: 0; other bounds than recorded in 0 of 8 updates.\n" in (
         capsys.readouterr().out
     )
     found = outcomes(run_dir, "loss=grpo")
-    assert "Both should be none" in agreement(found)
+    assert "Both should be 0" in agreement(found)
 
 
 def test_one_pool_at_a_time_and_none_before_it_is_due(run_dir, monkeypatch):
@@ -315,9 +321,9 @@ def test_what_is_missing_or_damaged_is_one_clear_line(copy, case):
     damage, message = BROKEN[case]
     damage(copy)
     with pytest.raises(ValueError, match=message) as refused:
-        replay(copy, [])
+        what_if(copy, [])
     assert "\n" not in str(refused.value)
-    assert not (copy / "replay").exists()
+    assert not (copy / "whatif").exists()
 
 
 @pytest.mark.slow
@@ -334,7 +340,7 @@ def test_the_command_prints_its_table_or_one_line(run_dir):
 
 def test_the_example_of_the_page_computes_what_it_says(copy):
     """The mean ratio of positive tokens, against the run's own metric."""
-    page = (REPOSITORY / "docs" / "replay.md").read_text()
+    page = (REPOSITORY / "docs" / "whatif.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     found: dict = {}
     exec(block.replace("RUN_DIR", str(copy)), found)

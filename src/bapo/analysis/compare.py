@@ -1,7 +1,7 @@
 """A table per benchmark over evaluations and runs: python -m bapo.analysis.compare RUN... [--csv FILE]
 
-A RUN is the folder of an evaluation (result.json), the folder of a training run, whose last held-out scores are taken, or a
-folder above several of either. A row is a policy asked in one way; the standard error over problems follows the value.
+A RUN is the folder of an evaluation (result.json), the folder of a training run, which counts with its last held-out results,
+or a folder above several of either. A row is a policy under one sampling; values have their standard error over problems.
 """
 
 from __future__ import annotations
@@ -9,52 +9,114 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo.analysis.compared import ERROR, Row, of_result, of_run
-from bapo.evaluation.folder import SHORT, markdown, sampling_text, shown
+from bapo.analysis.run_data import STEP, read_config, read_rows, run_folders
+from bapo.evaluation.folder import SHORT, markdown, read_result, sampling_text, shown, task_name
 
-COMPARED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_tokens",
-    "samples",
-    "problems",
-    "split",
-    "template_hash",
-    "data_hash",
-    "dtype",
-)
-"""Settings that have to be equal for two numbers of one benchmark to be comparable."""
-JUDGING = ("task.mode", "task.answer_in")
-"""Likewise of a task: what is right."""
+SETTINGS = (
+    "temperature", "top_p", "top_k", "max_tokens", "samples", "problems", "split", "template_hash", "data_hash", "dtype",
+)  # fmt: skip
+"""Settings in which two comparable numbers of one benchmark are equal."""
+TASK_SETTINGS = ("task.mode", "task.answer_in")
+"""Likewise of a task: they decide which answers are correct."""
+EVAL = re.compile(r"eval/([\w-]+)/(.+)")
+ERROR = "_stderr"
+
+Scores = dict[str, tuple[float, float | None]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Results of one policy on one benchmark, from an evaluation or a training run.
+
+    name: of the policy. folder: tells rows of one policy apart. scores: metric -> (value, standard error or None).
+    settings: as in result.json, as far as known; those of a training run may have `max_prompts` in place of `problems`.
+    """
+
+    benchmark: str
+    name: str
+    folder: str
+    scores: Scores
+    settings: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({self.folder})"
+
+
+def of_result(folder: Path) -> Row:
+    """The row of an evaluation's folder. ValueError if result.json is not of an evaluation."""
+    result = read_result(folder) or {}
+    try:
+        policy, benchmark = result["policy"], str(result["benchmark"])
+        scores = {metric: (float(one["value"]), one["stderr"]) for metric, one in result["metrics"].items()}
+        name = policy["name"] + ("" if policy["step"] is None else f" @ {policy['step']}")
+        settings = dict(result["settings"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / 'result.json'} is not the result of an evaluation: it lacks {error}") from error
+    return Row(benchmark, name, folder.resolve().name.removeprefix(f"{benchmark}-"), scores, settings)
+
+
+def of_run(folder: Path) -> list[Row]:
+    """The last held-out results of a training run, a row for each set. ValueError if there are none."""
+    rows = [row for row in read_rows(folder) if any(name.startswith("eval/") for name in row)]
+    if not rows:
+        raise ValueError(f"{folder}: it was never evaluated: metrics.csv has no eval/*")
+    last = {name: value for row in rows for name, value in row.items()}
+    config, at = read_config(folder), folder.resolve()
+    name = f"{config.get('name') or at.parent.name} @ {rows[-1][STEP]:.0f}"
+    scores: dict[str, Scores] = {}
+    for metric, value in last.items():
+        if (match := EVAL.fullmatch(metric)) and not metric.endswith(ERROR):
+            scores.setdefault(match[1], {})[match[2]] = (value, last.get(metric + ERROR))
+    return [_run_row(one, name, at.name, values, config) for one, values in scores.items()]
+
+
+def _run_row(benchmark: str, name: str, folder: str, scores: Scores, config: Mapping[str, Any]) -> Row:
+    """The row of an evaluated set; the set of the run's own task is called as an evaluation of that task is."""
+    callback = (config.get("callbacks") or {}).get("evaluate") or {}
+    sampling = {key: value for key, value in (callback.get("sampling") or {}).items() if key != "_target_"}
+    task: Mapping[str, Any] = (callback.get("benchmarks") or {}).get(benchmark) or {}
+    if not task and config.get("task"):
+        task = config["task"]
+        benchmark = task_name(task)
+    prompt = (config.get("rollout") or {}).get("prompt") or config.get("prompt")
+    settings = sampling | {key: callback[key] for key in ("samples", "split") if key in callback}
+    settings |= {"task": task, "prompt": prompt}
+    most, size = callback.get("max_prompts"), task.get(f"{callback.get('split', 'test')}_size")
+    if size is not None:
+        settings["problems"] = size if most is None else min(most, size)
+    elif most is not None:
+        settings["max_prompts"] = most
+    return Row(benchmark, name, folder, scores, settings)
 
 
 def read(folders: Sequence[Path]) -> tuple[list[Row], list[str]]:
-    """The rows of folders, in order, each folder once, and what was left out: a sentence for each.
+    """Rows of the folders, in order, each folder once; and a sentence for each run that is left out.
 
-    ValueError for a folder in and below which there is neither a result nor a run, and where no row is left.
+    ValueError for a folder that is and holds neither a result nor a run, and if no row is left.
     """
     rows: list[Row] = []
     left_out: list[str] = []
     seen: set[Path] = set()
     for folder in folders:
-        results = sorted(path.parent for path in folder.rglob("result.json"))
-        runs = sorted(path.parent for path in folder.rglob("metrics.csv") if path.with_name("config.yaml").is_file())
+        results, runs = sorted(path.parent for path in folder.rglob("result.json")), run_folders(folder)
         if not results and not runs:
             raise ValueError(f"RUN is {str(folder)!r}; there is neither a result.json nor a run in or below it")
-        for found in [*results, *runs]:
-            if found.resolve() in seen:
+        for path in [*results, *runs]:
+            if path.resolve() in seen:
                 continue
-            seen.add(found.resolve())
+            seen.add(path.resolve())
             try:
-                rows += [of_result(found)] if found in results else of_run(found)
+                rows += [of_result(path)] if path in results else of_run(path)
             except ValueError as error:
-                if found in results:
+                if path in results:
                     raise
                 left_out.append(f"left out: {error}")
     if not rows:
@@ -67,14 +129,14 @@ def by_benchmark(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def warnings(rows: Sequence[Row]) -> list[str]:
-    """What makes numbers of one benchmark incomparable: a sentence for each setting that is known to differ between rows."""
-    found = []
+    """A sentence for each known setting that differs between rows of one benchmark, so that their numbers do not compare."""
+    sentences = []
     for name, same in by_benchmark(rows).items():
         most = max((row.settings["problems"] for row in same if "problems" in row.settings), default=None)
-        tables = [_settings(row, most) for row in same]
-        keys = [*COMPARED, *JUDGING]
+        tables = [_flat_settings(row, most) for row in same]
+        keys = [*SETTINGS, *TASK_SETTINGS]
         for part, digest in (("task", "data_hash"), ("prompt", "template_hash")):
-            if any(digest not in table for table in tables):  # of a training run the config is known, and no digest
+            if any(digest not in table for table in tables):  # a training run has a config and no digest
                 keys += sorted({key for table in tables for key in table if key.startswith(f"{part}.")} - {*keys})
         for key in keys:
             values: dict[str, list[str]] = {}
@@ -83,18 +145,18 @@ def warnings(rows: Sequence[Row]) -> list[str]:
                     values.setdefault(str(table[key]), []).append(row.label)
             if len(values) > 1:
                 listed = "; ".join(f"{value} in {_some(labels)}" for value, labels in values.items())
-                found.append(f"{name}: {key} differs: {listed}")
-    return found
+                sentences.append(f"{name}: {key} differs: {listed}")
+    return sentences
 
 
 def _some(labels: Sequence[str]) -> str:
     return ", ".join(labels[:2]) + (f" and {len(labels) - 2} more" if len(labels) > 2 else "")
 
 
-def _settings(row: Row, most: int | None) -> dict[str, Any]:
+def _flat_settings(row: Row, most: int | None) -> dict[str, Any]:
     """The settings of a row, those of its task and prompt as `task.digits`. most: problems of the largest row."""
-    table: dict[str, Any] = {key: row.settings[key] for key in COMPARED if key in row.settings}
-    if "problems" not in table and "max_prompts" in row.settings and most is not None:  # whose task does not say its size
+    table: dict[str, Any] = {key: row.settings[key] for key in SETTINGS if key in row.settings}
+    if "problems" not in table and "max_prompts" in row.settings and most is not None:  # the task does not say its size
         table["problems"] = min(row.settings["max_prompts"], most)
     for part in ("task", "prompt"):
         section = row.settings.get(part) or {}
@@ -104,7 +166,7 @@ def _settings(row: Row, most: int | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A path in one spelling."""
+    """A path in one spelling; any other value unchanged."""
     if isinstance(value, str) and "/" in value and Path(value).expanduser().exists():
         return str(Path(value).expanduser().resolve())
     return value
@@ -115,35 +177,31 @@ def metrics_of(rows: Sequence[Row]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A heading and a table in Markdown for each benchmark; a row says whose numbers they are and how they were drawn."""
+    """A heading and a table in Markdown for each benchmark, one row per policy and sampling."""
     parts = []
     for name, same in by_benchmark(rows).items():
         lines = []
         for row in same:
-            line = {"run": row.name, "folder": row.folder, "problems": _problems(row), "sampling": sampling_text(row.settings)}
+            problems = row.settings.get("problems") or (f"at most {most}" if (most := row.settings.get("max_prompts")) else "")
+            line = {"run": row.name, "folder": row.folder, "problems": str(problems), "sampling": sampling_text(row.settings)}
             for metric in metrics_of(same):
-                if found := row.scores.get(metric):
+                if score := row.scores.get(metric):
                     decimals = 1 if metric == "response_length_mean" else 3
-                    line[SHORT.get(metric, metric)] = shown({"value": found[0], "stderr": found[1]}, decimals)
+                    line[SHORT.get(metric, metric)] = shown({"value": score[0], "stderr": score[1]}, decimals)
             lines.append(line)
         parts.append(f"## {name}\n\n{markdown(lines)}")
     return "\n".join(parts)
 
 
-def _problems(row: Row) -> str:
-    most = row.settings.get("max_prompts")
-    return str(row.settings.get("problems") or ("" if most is None else f"at most {most}"))
-
-
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """The same rows in one table, a column for each value and one for its standard error; unknown cells are empty."""
+    """One table over all rows, a column for each value and one for its standard error; unknown cells are empty."""
     metrics = metrics_of(rows)
-    header = ["benchmark", "run", "folder", *COMPARED] + [f"{metric}{end}" for metric in metrics for end in ("", ERROR)]
+    header = ["benchmark", "run", "folder", *SETTINGS] + [f"{metric}{end}" for metric in metrics for end in ("", ERROR)]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
         for row in itertools.chain(*by_benchmark(rows).values()):
-            cells: list[Any] = [row.benchmark, row.name, row.folder, *(row.settings.get(key) for key in COMPARED)]
+            cells: list[Any] = [row.benchmark, row.name, row.folder, *(row.settings.get(key) for key in SETTINGS)]
             for metric in metrics:
                 cells += row.scores.get(metric, (None, None))
             writer.writerow(cells)

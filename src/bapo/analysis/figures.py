@@ -1,9 +1,8 @@
-"""The pictures of a run, and of several runs on the same axes."""
+"""Figures of a run from its metrics, and of several runs on the same axes."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -15,9 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-Rows = Sequence[Mapping[str, float]]
+from bapo.analysis.run_data import Rows, held_out_names, points, round_starts
 
-STEP = "trainer/global_step"
 # Okabe and Ito's palette, then three of Tol's: safe for colour-blind eyes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255", "#999933", "#888888")
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
@@ -35,14 +33,14 @@ STYLE: Any = {
     "legend.fontsize": 9.5,
 }
 MANY_POINTS = 60
-"""Above it a raw curve is drawn thin, below its moving average."""
+"""Above it a raw curve is thin, below its moving average."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. series: metric -> legend; HELD_OUT stands for every set that was evaluated.
+    """One pair of axes. series: metric -> legend; HELD_OUT stands for every evaluated set.
 
-    log: a logarithmic axis where the values span much. smooth: a moving average where there are many.
+    log: a logarithmic axis if the values span much. smooth: a moving average if there are many.
     """
 
     ylabel: str
@@ -60,7 +58,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Run:
-    """What there is to draw of a run. `levels`: metric -> values to mark with a dotted line -> what they are."""
+    """Rows of a run and its label. levels: metric -> value of a dotted line -> its legend."""
 
     label: str
     rows: Rows
@@ -75,19 +73,20 @@ _CLIPPED = {
     "policy/clip_frac_low": "A < 0, below clip_low",
 }
 _RATIOS = {"bounds/positive_ratio": "at the chosen bounds", "bounds/positive_ratio_start": "at the start of both ranges"}
+_STALENESS = {"staleness/mean": "mean", "staleness/max": "maximum"}
 PICTURES = (
     Picture(
         "reward",
         "Reward and held-out accuracy",
         (Panel("mean reward", {"rollout/reward_mean": "training prompts, sampled", HELD_OUT: ""}),),
     ),
-    Picture("entropy", "Entropy of the policy", (Panel("nats per token", {"policy/entropy": "entropy"}),)),
+    Picture("entropy", "Policy entropy", (Panel("nats per token", {"policy/entropy": "entropy"}),)),
     Picture(
         "clip_bounds",
         "Clip bounds on the importance ratio",
         (
-            Panel("upper bound", {"bounds/clip_high": "clip_high"}, log=True),
-            Panel("lower bound", {"bounds/clip_low": "clip_low"}),
+            Panel("clip_high", {"bounds/clip_high": "clip_high"}, log=True),
+            Panel("clip_low", {"bounds/clip_low": "clip_low"}),
         ),
     ),
     Picture("positive_ratio", "Positive ratio", (Panel("share of mass with A > 0", _RATIOS),)),
@@ -99,29 +98,14 @@ PICTURES = (
             Panel("learning rate", {"policy/lr": "learning rate"}, smooth=False),
         ),
     ),
-    Picture(
-        "response_length",
-        "Length of right and wrong answers",
-        (Panel("mean length (tokens)", {_RIGHT: "right", _WRONG: "wrong"}),),
-    ),
+    Picture("response_length", "Response length", (Panel("mean length (tokens)", {_RIGHT: "correct", _WRONG: "incorrect"}),)),
     Picture(
         "staleness",
         "Staleness of the trained tokens",
-        (Panel("age (optimizer updates)", {"staleness/mean": "mean", "staleness/max": "largest"}, smooth=False),),
+        (Panel("staleness (optimizer updates)", _STALENESS, smooth=False),),
     ),
     Picture("clip_frac", "Clipped tokens", (Panel("share of trained tokens", _CLIPPED),)),
 )
-
-
-def held_out_names(rows: Rows) -> list[str]:
-    """`eval/<set>/avg@k` of every set, sorted."""
-    return sorted({name for row in rows for name in row if re.fullmatch(r"eval/.*/avg@\d+", name)})
-
-
-def points(rows: Rows, name: str) -> tuple[list[float], list[float]]:
-    """(updates, values) of the rows that have `name`."""
-    found = [(row[STEP], row[name]) for row in rows if name in row]
-    return [step for step, _ in found], [value for _, value in found]
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
@@ -131,50 +115,46 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
 
 
 def smoothing_window(rows: Rows) -> int:
-    """Points to average over: a whole round, whose own up and down then cancels, as long as a run has many rounds."""
+    """Points to average over: a round, whose own course then cancels, if a run has many rounds."""
     return max(9, len(rows) // max(12, len(round_starts(rows))))
 
 
-def round_starts(rows: Rows) -> dict[int, float]:
-    """Round -> its first update."""
-    starts: dict[int, float] = {}
-    for row in rows:
-        if "rollout/round" in row and row[STEP] > 0:
-            starts.setdefault(int(row["rollout/round"]), row[STEP])
-    return starts
-
-
 def has(runs: Sequence[Run], panel: Panel) -> dict[str, str]:
-    """The panel's metrics that some run logged, every evaluated set by its own name -> legend."""
-    found: dict[str, str] = {}
+    """The panel's metrics that some run logged -> legend; every evaluated set by its own name."""
+    series: dict[str, str] = {}
     for name, legend in panel.series.items():
         if name == HELD_OUT:
             sets = sorted({held for run in runs for held in held_out_names(run.rows)})
-            found |= {held: "held-out: " + held.removeprefix("eval/").replace("/", " ") for held in sets}
+            series |= {held: "held-out: " + held.removeprefix("eval/").replace("/", " ") for held in sets}
         elif any(name in row for run in runs for row in run.rows):
-            found[name] = legend
-    return found
+            series[name] = legend
+    return series
 
 
 def missing(runs: Sequence[Run], picture: Picture) -> list[str]:
     """The picture's metrics that no run logged."""
-    return [
-        name
-        for panel in picture.panels
-        for name in panel.series
-        if not any(found == name or (name == HELD_OUT and found.startswith("eval/")) for found in has(runs, panel))
-    ]
+    names = {name for panel in picture.panels for name in has(runs, panel)}
+    names |= {HELD_OUT} if any(name.startswith("eval/") for name in names) else set()
+    return [name for panel in picture.panels for name in panel.series if name not in names]
+
+
+def new_figure(title: str, height: float = 4.6) -> Figure:
+    figure = Figure(figsize=(7.6, height), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left")
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=110, format="png")
 
 
 def draw(picture: Picture, runs: Sequence[Run], path: Path) -> bool:
-    """Write `picture` to `path` as a PNG; False, and nothing written, when no run has any of its metrics."""
+    """Write `picture` to `path` as a PNG; write nothing and return False if no run has any of its metrics."""
     panels = [(panel, names) for panel in picture.panels if (names := has(runs, panel))]
     if not panels:
         return False
     with matplotlib.rc_context(STYLE):
-        height = 4.6 if len(runs) == 1 else 4.7 + 0.11 * len(runs)
-        figure = Figure(figsize=(7.6, height), layout="constrained")
-        figure.suptitle(picture.title, x=0.01, ha="left")
+        figure = new_figure(picture.title, 4.6 if len(runs) == 1 else 4.7 + 0.11 * len(runs))
         grid = list(figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0])
         for axes, (panel, names) in zip(grid, panels, strict=True):
             _draw_panel(axes, panel, names, runs)
@@ -185,18 +165,18 @@ def draw(picture: Picture, runs: Sequence[Run], path: Path) -> bool:
             handles = [Line2D([], [], color=COLOURS[r % len(COLOURS)], label=run.label) for r, run in enumerate(runs)]
             figure.legend(handles=handles, loc="outside lower center", ncols=2)
         grid[-1].set_xlabel("optimizer updates")
-        figure.savefig(path, dpi=130)
+        save(figure, path)
     return True
 
 
 def _draw_panel(axes: Axes, panel: Panel, names: Mapping[str, str], runs: Sequence[Run]) -> None:
-    """A dash per metric; a colour per metric too for one run, per run for several."""
-    drawn: list[float] = []
+    """Draw a dash per metric, and a colour per metric (one run) or per run (several)."""
+    every_value: list[float] = []
     window = max(smoothing_window(run.rows) for run in runs)  # of one length, or runs would not compare
     for r, run in enumerate(runs):
         for s, name in enumerate(names):
             steps, values = points(run.rows, name)
-            drawn += values
+            every_value += values
             colour = COLOURS[(r if len(runs) > 1 else s) % len(COLOURS)]
             few = len(values) <= max(MANY_POINTS, 2 * window)
             if panel.smooth and not few:
@@ -207,7 +187,7 @@ def _draw_panel(axes: Axes, panel: Panel, names: Mapping[str, str], runs: Sequen
     for level in _levels(names, runs):
         axes.axhline(level, color="#444444", linestyle=":", linewidth=1.5)
     axes.set_ylabel(panel.ylabel)
-    if panel.log and min(drawn) > 0 and max(drawn) > 30 * min(drawn):
+    if panel.log and min(every_value) > 0 and max(every_value) > 30 * min(every_value):
         axes.set_yscale("log")
 
 
@@ -216,10 +196,9 @@ def _levels(names: Mapping[str, str], runs: Sequence[Run]) -> dict[float, str]:
 
 
 def _legend(axes: Axes, names: Mapping[str, str], runs: Sequence[Run]) -> None:
-    """What the dashes are, and the dotted lines; grey where a colour is a run."""
-    grey = len(runs) > 1
+    """Name the dashes and the dotted lines; they are grey where a colour stands for a run."""
     handles = [
-        Line2D([], [], color="#666666" if grey else COLOURS[s], linestyle=DASHES[s % len(DASHES)], label=text)
+        Line2D([], [], color="#666666" if len(runs) > 1 else COLOURS[s], linestyle=DASHES[s % len(DASHES)], label=text)
         for s, text in enumerate(names.values())
     ]
     for level, text in _levels(names, runs).items():
@@ -229,7 +208,7 @@ def _legend(axes: Axes, names: Mapping[str, str], runs: Sequence[Run]) -> None:
 
 
 def _mark_rounds(grid: Sequence[Axes], run: Run) -> None:
-    """Rounds on an axis above; where they are few also as light lines."""
+    """Mark rounds on an axis above and, if they are few, by light lines."""
     starts = round_starts(run.rows)
     if not starts:
         return

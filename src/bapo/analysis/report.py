@@ -1,4 +1,4 @@
-"""One run's report: RUN/report.html and RUN/figures/*.png. Several runs: comparison.html, the same pictures overlaid.
+"""Reports: RUN/report.html and RUN/figures/*.png of one run; comparison.html, the same figures overlaid, of several.
 
 python -m bapo.analysis.report RUN_DIR                          remake the report of one run
 python -m bapo.analysis.report RUN_DIR RUN_DIR ... [--out DIR]  compare; DIR is the folder that holds them all unless given
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import csv
 import json
 import os
 import sys
@@ -17,11 +16,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from bapo.analysis.clip_figures import draw_clip_pictures
-from bapo.analysis.figures import PICTURES, STEP, Picture, Rows, Run, draw, held_out_names, missing, points
-from bapo.analysis.labels import distinguish
+from bapo.analysis.figures import PICTURES, Picture, Run, draw, missing
+from bapo.analysis.run_data import STEP, Rows, distinguish, held_out_names, points, read_config, read_rows, read_table
+from bapo.analysis.token_figures import draw_token_figures
+from bapo.files import write_text_atomic
 from bapo.metrics import METRICS
 
 CSS = """
@@ -37,40 +35,22 @@ pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: .85rem; }
 """
 
 
-def read_rows(run_dir: Path) -> list[dict[str, float]]:
-    """The rows of metrics.csv, without their empty cells. Raises ValueError when there is none."""
-    path = run_dir / "metrics.csv"
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; is {run_dir} the folder of a run?")
-    if not (rows := _whole_rows(path)):
-        raise ValueError(f"{path} has no rows; the run stopped before its first update")
-    return rows
+def ranges(config: Mapping[str, Any]) -> dict[str, float]:
+    """bounds/clip_low and bounds/clip_high -> start of the range that the loss searches; {} for fixed bounds."""
+    loss = config.get("loss") or {}
+    sections: dict[str, Any] = {f"bounds/{name}": loss.get(name) for name in ("clip_low", "clip_high")}
+    return {name: section["start"] for name, section in sections.items() if _is_range(section)}
 
 
-def _whole_rows(path: Path) -> list[dict[str, float]]:
-    """All but a last line that a kill cut short."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    return [{key: float(cell) for key, cell in row.items() if cell} for row in csv.DictReader(lines)]
-
-
-def read_config(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "config.yaml"
-    return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
+def _is_range(bound: Any) -> bool:
+    return isinstance(bound, Mapping) and "start" in bound
 
 
 def levels(config: Mapping[str, Any]) -> dict[str, dict[float, str]]:
-    """The dotted lines: where the search of each bound starts, and the target it has."""
-    loss = config.get("loss") or {}
-    found = {
-        f"bounds/{name}": {loss[name]["start"]: "start"} for name in ("clip_low", "clip_high") if _is_range(loss.get(name))
-    }
-    if "target_positive_ratio" in loss:
-        found["bounds/positive_ratio"] = {loss["target_positive_ratio"]: "target"}
-    return found
-
-
-def _is_range(bound: object) -> bool:
-    return isinstance(bound, Mapping) and "start" in bound
+    """Dotted lines: the start of each bound's range, and the target of the search."""
+    lines = {name: {start: "start"} for name, start in ranges(config).items()}
+    target = (config.get("loss") or {}).get("target_positive_ratio")
+    return lines if target is None else lines | {"bounds/positive_ratio": {target: "target"}}
 
 
 def describe(section: object) -> str:
@@ -87,7 +67,7 @@ def describe(section: object) -> str:
 
 
 def key_numbers(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
-    """What the top of a report says of the curves: label -> text."""
+    """Numbers at the top of a report: label -> text."""
     facts = {"updates": f"{rows[-1][STEP]:.0f}"}
     if rounds := points(rows, "rollout/round")[1]:
         facts["rounds"] = f"{max(rounds) + 1:.0f}"
@@ -99,34 +79,33 @@ def key_numbers(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
             facts[label] = f"{values[0]:.3f} first, {values[-1]:.3f} last{best}"
     for name in ("clip_low", "clip_high"):
         if values := points(rows, f"bounds/{name}")[1]:
-            facts[f"mean {name}"] = f"{sum(values) / len(values):.3f}"
-    ages, oldest = points(rows, "staleness/mean")[1], points(rows, "staleness/max")[1]
-    if ages and oldest:
-        facts["age of the data (updates)"] = f"mean {sum(ages) / len(ages):.1f}, at most {max(oldest):.0f}"
-    if given_up := points(rows, "partial/dropped_groups")[1]:
-        facts["groups given up unfinished"] = f"{sum(given_up):.0f}"
-    moved = share_moved(rows, config.get("loss") or {})
+            facts[f"mean {name}"] = f"{_mean(values):.3f}"
+    means, maxima = points(rows, "staleness/mean")[1], points(rows, "staleness/max")[1]
+    if means and maxima:
+        facts["staleness (updates)"] = f"mean {_mean(means):.1f}, maximum {max(maxima):.0f}"
+    if dropped := points(rows, "partial/dropped_groups")[1]:
+        facts["unfinished groups dropped"] = f"{sum(dropped):.0f}"
+    moved = share_moved(rows, ranges(config))
     return facts if moved is None else facts | {"updates with a bound off its start": f"{moved:.0%}"}
 
 
-def share_moved(rows: Rows, loss: Mapping[str, Any]) -> float | None:
-    """Share of updates in which clip_low or clip_high is not at its start; None when the config has no ranges."""
-    starts = {f"bounds/{name}": loss[name]["start"] for name in ("clip_low", "clip_high") if _is_range(loss.get(name))}
-    searched = [row for row in rows if any(name in row for name in starts)]
-    if not searched:
-        return None
-    moved = [any(abs(row[name] - start) > 1e-9 for name, start in starts.items() if name in row) for row in searched]
-    return sum(moved) / len(moved)
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def share_moved(rows: Rows, starts: Mapping[str, float]) -> float | None:
+    """Share of updates with a bound that is not at its start; None without ranges. starts: as `ranges` gives them."""
+    searched = [[abs(row[name] - start) > 1e-9 for name, start in starts.items() if name in row] for row in rows]
+    moved = [any(bounds) for bounds in searched if bounds]
+    return _mean(moved) if moved else None
 
 
 def wall_time(run_dir: Path) -> str | None:
-    """What timing.csv adds up to, over every start of the run; None when nothing was timed."""
+    """Sum of timing.csv over every start of the run; None if nothing was timed."""
     path = run_dir / "timing.csv"
-    if not path.is_file():
-        return None
-    rows = _whole_rows(path)
+    rows = read_table(path) if path.is_file() else []
     seconds = sum(value for row in rows for name, value in row.items() if name.startswith("time/"))
-    seconds -= sum(row["time/refill"] for row in rows if "time/wait" in row)  # beside the training, but for time/wait
+    seconds -= sum(row["time/refill"] for row in rows if "time/wait" in row)  # in the background, but for time/wait
     if not seconds:
         return None
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
@@ -145,18 +124,12 @@ def summary(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> dict[str, s
         "seed": config.get("seed"),
     }
     facts = {label: describe(value) for label, value in known.items() if value is not None}
-    facts |= key_numbers(rows, config)
     time = wall_time(run_dir)
-    return facts | ({"time in updates, refills and evaluations": time} if time else {})
+    return facts | key_numbers(rows, config) | ({"time in updates, refills and evaluations": time} if time else {})
 
 
-def figure(picture: Picture, path: Path, absent: Sequence[str]) -> str:
-    """The drawn picture as HTML, with the formulas of its metrics below."""
-    shown = [name for panel in picture.panels for name in panel.series if name not in absent and name in METRICS]
-    return captioned(path, picture.title, "; ".join(f"{name}: {METRICS[name].formula}" for name in shown))
-
-
-def captioned(path: Path, title: str, caption: str) -> str:
+def figure(path: Path, title: str, caption: str) -> str:
+    """A PNG as HTML, embedded."""
     image = base64.b64encode(path.read_bytes()).decode()
     return (
         f'<figure><img alt="{escape(title)}" src="data:image/png;base64,{image}">'
@@ -164,8 +137,14 @@ def captioned(path: Path, title: str, caption: str) -> str:
     )
 
 
+def formulas(picture: Picture, absent: Sequence[str]) -> str:
+    """Formulas of the metrics that a picture shows."""
+    shown = [name for panel in picture.panels for name in panel.series if name not in absent and name in METRICS]
+    return "; ".join(f"{name}: {METRICS[name].formula}" for name in shown)
+
+
 def table(facts: Mapping[str, Mapping[str, str]]) -> str:
-    """A column per run, a line per fact; the runs' labels head it where there are several."""
+    """A column per run, a line per fact; labels of the runs at the head if there are several."""
     head = "<tr><th></th>" + "".join(f"<th>{escape(run)}</th>" for run in facts) + "</tr>\n" if len(facts) > 1 else ""
     lines = [
         f"<tr><th>{escape(label)}</th>" + "".join(f"<td>{escape(column.get(label, ''))}</td>" for column in facts.values())
@@ -180,20 +159,20 @@ def page(
     facts: Mapping[str, Mapping[str, str]],
     runs: Sequence[Run],
     figures: Path,
-    details: str,
     more: str = "",
+    details: str = "",
 ) -> str:
-    """Draw every picture into `figures` and return the HTML around them and `more`. facts: run label -> its table."""
+    """Draw every picture into `figures`; return the HTML. facts: run label -> its table. more: HTML of further figures."""
     figures.mkdir(parents=True, exist_ok=True)
     images, absent = "", []
     for picture in PICTURES:
         path = figures / f"{picture.stem}.png"
         absent += missing(runs, picture)
         if draw(picture, runs, path):
-            images += figure(picture, path, absent)
+            images += figure(path, picture.title, formulas(picture, absent))
         else:
             path.unlink(missing_ok=True)
-    note = f'<p class="sub">Not drawn, for want of the metric: {escape(", ".join(absent))}.</p>' if absent else ""
+    note = f'<p class="sub">Not drawn, as no run logged them: {escape(", ".join(absent))}.</p>' if absent else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{CSS}</style></head><body>\n"
@@ -202,44 +181,41 @@ def page(
     )
 
 
-def write_report(run_dir: str | Path) -> Path:
-    """Make RUN/report.html and RUN/figures/*.png from metrics.csv, config.yaml and status.json; returns the HTML's path.
+def write_report(run_dir: Path) -> Path:
+    """Write RUN/report.html and RUN/figures/*.png from metrics.csv, config.yaml and status.json; return the HTML's path.
 
-    Only metrics.csv must be there. The page needs no other file and no network. Raises ValueError when there is no row to show.
+    Only metrics.csv must exist. The page needs no other file and no network. Raises ValueError if there is no row.
     """
-    run_dir = Path(run_dir)
     rows, config = read_rows(run_dir), read_config(run_dir)
-    name = str(config.get("name") or run_dir.resolve().name)
-    facts = {name: summary(run_dir, rows, config)}
-    source = run_dir / "config.yaml"
-    details = ""
-    if source.is_file():
+    name, folder = str(config.get("name") or run_dir.resolve().name), run_dir.resolve().name
+    tokens, problem = token_figures(run_dir, run_dir / "figures")
+    details = problem
+    if (source := run_dir / "config.yaml").is_file():
         text = escape(source.read_text(encoding="utf-8"))
-        details = f"<details><summary>Resolved configuration</summary><pre>{text}</pre></details>"
-    runs = [Run(name, rows, levels(config))]
-    more, wrong = token_figures(run_dir, run_dir / "figures")
-    html = page(name, f"run folder {run_dir.resolve().name}", facts, runs, run_dir / "figures", wrong + details, more)
+        details += f"<details><summary>Resolved configuration</summary><pre>{text}</pre></details>"
+    facts, runs = {name: summary(run_dir, rows, config)}, [Run(name, rows, levels(config))]
     path = run_dir / "report.html"
-    path.write_text(html, encoding="utf-8")
+    html = page(name, f"run folder {folder}", facts, runs, run_dir / "figures", tokens, details)
+    write_text_atomic(path, html)
     return path
 
 
 def token_figures(run_dir: Path, figures: Path) -> tuple[str, str]:
-    """HTML of the pictures from RUN/updates, and of what kept them from being drawn; "" for a run without records."""
+    """HTML of the figures from RUN/updates, and of the error that prevented them; "" for a run without records."""
     try:
-        drawn = draw_clip_pictures(run_dir, figures)
+        captions = draw_token_figures(run_dir, figures)
     except ValueError as error:
-        return "", f'<p class="sub">Who is clipped is not drawn: {escape(str(error))}</p>'
-    return "".join(captioned(figures / f"{stem}.png", stem, caption) for stem, caption in drawn.items()), ""
+        return "", f'<p class="sub">Figures of single tokens are not drawn: {escape(str(error))}</p>'
+    return "".join(figure(figures / f"{stem}.png", stem, caption) for stem, caption in captions.items()), ""
 
 
-def write_comparison(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Overlay several runs in OUT/comparison.html and OUT/comparison_figures; OUT is their common parent unless given."""
+def write_comparison(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
+    """Overlay runs in OUT/comparison.html and OUT/comparison_figures; OUT is their common parent unless given."""
     if not run_dirs:
         raise ValueError("run_dirs is empty; a comparison needs the folders of runs")
-    folders = list(dict.fromkeys(Path(run_dir).resolve() for run_dir in run_dirs))
+    folders = list(dict.fromkeys(run_dir.resolve() for run_dir in run_dirs))
     parent = Path(os.path.commonpath([folder.parent for folder in folders]))
-    target = parent if out is None else Path(out)
+    target = out or parent
     configs = [read_config(folder) for folder in folders]
     labels = distinguish(configs)
     runs, facts = [], {}
@@ -249,16 +225,13 @@ def write_comparison(run_dirs: Sequence[str | Path], out: str | Path | None = No
         rows = read_rows(folder)
         runs.append(Run(label, rows, levels(config)))
         facts[label] = {"run folder": place} | summary(folder, rows, config)
-    html = page("Comparison", f"{len(runs)} runs", facts, runs, target / "comparison_figures", "")
-    path = target / "comparison.html"
-    path.write_text(html, encoding="utf-8")
-    return path
+    html = page("Comparison", f"{len(runs)} runs", facts, runs, target / "comparison_figures")
+    write_text_atomic(target / "comparison.html", html)
+    return target / "comparison.html"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bapo.analysis.report", description="Remake a run's report, or compare runs."
-    )
+    parser = argparse.ArgumentParser(prog="python -m bapo.analysis.report", description="Report on a run, or compare runs.")
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", type=Path)
     parser.add_argument("--out", type=Path, help="folder for comparison.html (default: the folder that holds every run)")
     args = parser.parse_args(arguments)
@@ -269,10 +242,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if skipped := [str(path) for path in args.run_dirs if path not in runs]:
         print("skipped, no metrics.csv in them:", *skipped, file=sys.stderr)
     try:
-        path = write_report(args.run_dirs[0]) if len(args.run_dirs) == 1 else write_comparison(runs, args.out)
+        print(write_report(args.run_dirs[0]) if len(args.run_dirs) == 1 else write_comparison(runs, args.out))
     except ValueError as error:
         parser.error(str(error))
-    print(path)
 
 
 if __name__ == "__main__":

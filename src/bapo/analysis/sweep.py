@@ -1,7 +1,7 @@
 """A sweep as a table, seeds averaged: python -m bapo.analysis.sweep FOLDER... [--last SHARE] [--metric NAME]...
 
-A FOLDER is a run or holds runs. A line is what runs have in common but for their seed: the mean over seeds, and the standard
-deviation over them, of each metric's mean over the last SHARE of a run's updates.
+A FOLDER is a run or holds runs. Runs that differ in their seed alone share a line: mean and standard deviation, over seeds, of
+each metric's mean over the last SHARE of a run's updates.
 """
 
 from __future__ import annotations
@@ -15,37 +15,34 @@ from pathlib import Path
 
 import numpy as np
 
-from bapo.analysis.figures import STEP, held_out_names
-from bapo.analysis.labels import distinguish, flatten
-from bapo.analysis.report import read_config, read_rows
+from bapo.analysis.run_data import STEP, distinguish, flatten, held_out_names, read_config, read_rows, run_folders
 from bapo.evaluation.folder import markdown
 
 METRICS = ("rollout/reward_mean", "policy/entropy", "policy/clip_frac", "staleness/mean")
 APART = ("seed", "name")
-"""Keys of a config in which runs of one line may differ."""
+"""Config keys in which runs of one line may differ."""
 
 
 def runs_below(folders: Sequence[Path]) -> list[Path]:
-    """Every run in and below the folders, once. ValueError for a folder without one."""
-    found: dict[Path, None] = {}
+    """Runs with an update in and below the folders, each once. ValueError for a folder without one."""
+    every: dict[Path, None] = {}
     for folder in folders:
-        runs = [path.parent for path in sorted(folder.rglob("metrics.csv")) if path.with_name("config.yaml").is_file()]
-        runs = [run for run in runs if len((run / "metrics.csv").read_text().splitlines()) > 1]
+        runs = [run for run in run_folders(folder) if len((run / "metrics.csv").read_text().splitlines()) > 1]
         if not runs:
             raise ValueError(f"FOLDER is {str(folder)!r}; there is no run with an update in or below it")
-        found |= dict.fromkeys(run.resolve() for run in runs)
-    return list(found)
+        every |= dict.fromkeys(run.resolve() for run in runs)
+    return list(every)
 
 
 def late_mean(rows: Sequence[dict[str, float]], metric: str, share: float) -> float | None:
-    """Mean of the metric's values over the last `share` of the updates; None if it has none there."""
+    """Mean of the metric's values over the last `share` of the updates; None if there are none."""
     after = (1 - share) * rows[-1][STEP]
     values = [row[metric] for row in rows if row[STEP] > after and metric in row]
     return float(np.mean(values)) if values else None
 
 
 def table(runs: Sequence[Path], share: float = 0.25, metrics: Sequence[str] = ()) -> str:
-    """Markdown. metrics: () for the held-out scores and `METRICS`. ValueError for one that no run has logged."""
+    """Return Markdown. metrics: () for the held-out results and `METRICS`. ValueError for one that no run has logged."""
     every = {run: read_rows(run) for run in runs}
     logged = sorted({name for rows in every.values() for row in rows for name in row})
     for metric in metrics:
@@ -70,14 +67,14 @@ def table(runs: Sequence[Path], share: float = 0.25, metrics: Sequence[str] = ()
 
 
 def warnings(folders: Sequence[Path], runs: Sequence[Path]) -> list[str]:
-    """Runs that a reader of the table should know of: without an update, not finished, or there twice."""
+    """A sentence for each run without an update, unfinished, or present twice."""
     every = [path.parent.resolve() for folder in folders for path in sorted(folder.rglob("status.json"))]
     configs = {run: read_config(run) for run in dict.fromkeys([*runs, *every])}
-    said = [f"without an update: {run}" for run, config in configs.items() if run not in runs and "loss" in config]
-    said += [f"not finished: {run}" for run in runs if run in every and not _is_finished(run)]
+    sentences = [f"without an update: {run}" for run, config in configs.items() if run not in runs and "loss" in config]
+    sentences += [f"not finished: {run}" for run in runs if run in every and not _is_finished(run)]
     settings = {run: flatten(configs[run] | {"name": None}) for run in runs}
     pairs = itertools.combinations(runs, 2)
-    return said + [f"the same settings and seed: {one} and {two}" for one, two in pairs if settings[one] == settings[two]]
+    return sentences + [f"the same settings and seed: {one} and {two}" for one, two in pairs if settings[one] == settings[two]]
 
 
 def _is_finished(run: Path) -> bool:
@@ -99,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bapo.analysis.sweep", description="A sweep as a table, seeds averaged.")
     parser.add_argument("folders", nargs="+", metavar="FOLDER", type=Path, help="of a run, or above several")
     parser.add_argument("--last", metavar="SHARE", type=float, default=0.25, help="of a run's updates (default 0.25)")
-    shown = f"may be repeated; default: the held-out scores, {', '.join(METRICS)}"
+    shown = f"may be repeated; default: the held-out results, {', '.join(METRICS)}"
     parser.add_argument("--metric", metavar="NAME", action="append", default=[], help=shown)
     args = parser.parse_args(arguments)
     if not 0 < args.last <= 1:

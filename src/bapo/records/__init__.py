@@ -1,1 +1,1 @@
-"""What every optimizer update saw, on disk: RUN/updates."""
+"""Records of optimizer updates, on disk: RUN/updates."""

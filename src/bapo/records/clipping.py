@@ -1,11 +1,9 @@
-"""Who is clipped in an update: counts by sign and side, probability x ratio, and the entropy of the tokens by their ratio.
+"""Counts of an update's tokens by sign, side and probability x ratio, and their entropy by ratio.
 
 Sources: arXiv 2510.18927, Fig. 5 and 10. Ratios are those that the bounds are compared with (GSPO: of the response).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,17 +16,15 @@ SIGNS = ("A < 0", "A = 0", "A > 0")
 SIDES = ("r < clip_low", "inside", "r > clip_high")
 
 PROBABILITY_EDGES = np.logspace(-6, 0, 25)
-"""Four bins a decade from 1e-6 to 1; what is less likely is in the first bin."""
+"""Four bins a decade from 1e-6 to 1; less likely tokens count in the first bin."""
 
 RATIO_EDGES = np.logspace(-3, 3, 42, base=2)
-"""41 bins of equal width in log r from 1/8 to 8, r = 1 in the middle of one; what is outside is in the first or last bin."""
-
-Counts = dict[str, Any]
+"""41 bins of equal width in log r from 1/8 to 8, r = 1 in the centre of one; ratios outside count in the first or last bin."""
 
 
 @torch.no_grad()
 def clip_statistics(part: SeenPart) -> dict[str, Tensor]:
-    """Sums over the trained tokens of a micro-batch; they add up over micro-batches and ranks.
+    """Sum over the trained tokens of a micro-batch; the sums add up over micro-batches and ranks.
 
     by_side: int64 [sign, side, clipped: no or yes], axes `SIGNS` and `SIDES`; histogram: int64 [sign, probability, ratio], with
     the token's probability under the policy at the update and the bins of `PROBABILITY_EDGES` and `RATIO_EDGES`;
@@ -57,5 +53,5 @@ def clip_statistics(part: SeenPart) -> dict[str, Tensor]:
 
 
 def _bins(values: Tensor, edges: np.ndarray) -> Tensor:
-    """The bin of each value: from its lower edge to just below its upper one."""
+    """Bin of each value: from its lower edge to just below its upper one."""
     return torch.bucketize(values, torch.tensor(edges[1:-1], device=values.device), right=True)

@@ -1,16 +1,17 @@
-"""The file of an update: RUN/updates/update_000123.npz, and one more per further rank, update_000123_rank001.npz."""
+"""One file per update: RUN/updates/update_000123.npz, and one per further rank, update_000123_rank001.npz."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from bapo.files import write_atomic
 
 FORMAT = 1
 FOLDER = "updates"
@@ -20,14 +21,14 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """What one update saw of B sequences with N trained tokens, cut into M micro-batches: on one rank, or on all of them.
+    """Data of one update, of one rank or all: B sequences with N trained tokens, cut into M micro-batches.
 
     facts: plain numbers about the whole update, all ranks: step (completed updates, this one included), round, epoch, world,
     vocabulary, tokens, denominator, and, as logged, loss, entropy, clip_low, clip_high, positive_ratio, entropy_clip_cov.
-    rows: int32 [B, 2], the round and the row of its pool's file, in the order in which they were trained. lengths: int32 [B],
-    trained tokens of each. micro_batches: int32 [M], sequences in each. bounds: float64 [M, 2], what each was trained with.
-    logprobs, entropy: float32 [N], row after row, under the policy before the step. ages: int64 [A, 2], pairs of an age in
-    updates and the trained tokens that are so old. by_side, histogram, entropy_by_ratio: see `bapo.records.clipping`.
+    rows: int32 [B, 2], round and row of the pool's file, in training order. lengths: int32 [B], trained tokens of each.
+    micro_batches: int32 [M], sequences in each. bounds: float64 [M, 2], clip_low and clip_high of each.
+    logprobs, entropy: float32 [N], row after row, under the policy before the step. staleness: int64 [S, 2], pairs of a
+    staleness in updates and its number of trained tokens. by_side, histogram, entropy_by_ratio: see `bapo.records.clipping`.
     """
 
     facts: Mapping[str, float]
@@ -37,7 +38,7 @@ class UpdateRecord:
     bounds: Array
     logprobs: Array
     entropy: Array
-    ages: Array
+    staleness: Array
     by_side: Array
     histogram: Array
     entropy_by_ratio: Array
@@ -51,7 +52,7 @@ class UpdateRecord:
         return int(self.facts["round"])
 
     def entropy_of_rows(self) -> Array:
-        """The summed entropy of each sequence's trained tokens, float64 [B]."""
+        """Sum the entropy over each sequence's trained tokens, float64 [B]."""
         row = np.repeat(np.arange(len(self.lengths)), self.lengths)
         return np.bincount(row, weights=self.entropy.astype(np.float64), minlength=len(self.lengths))
 
@@ -65,22 +66,22 @@ def record_path(folder: Path, step: int, rank: int = 0) -> Path:
 
 
 def save_record(folder: Path, record: UpdateRecord, rank: int, edges: Mapping[str, Array]) -> None:
-    """Writes one rank's file beside its target and renames it. edges: the bins of the histogram, for who reads it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = record_path(folder, record.step, rank)
-    partial = path.with_suffix(".partial")
+    """Write one rank's file, atomically. edges: bins of the histogram, for readers of the file."""
     facts = json.dumps({"format": FORMAT, "rank": rank, **record.facts})
     arrays: dict[str, Any] = {name: getattr(record, name) for name in ARRAYS} | dict(edges)
-    with partial.open("wb") as file:
-        np.savez_compressed(file, facts=np.array(facts), **arrays)
-    os.replace(partial, path)
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            np.savez_compressed(file, facts=np.array(facts), **arrays)
+
+    write_atomic(record_path(folder, record.step, rank), write)
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Takes away the files of updates later than `step`, and what a kill has left half written."""
+    """Remove the files of updates after `step`, and partial files that a kill has left."""
     for path in folder.glob("update_*"):
-        found = re.fullmatch(r"update_(\d+)(?:_rank\d+)?\.(npz|partial)", path.name)
-        if found and (found[2] == "partial" or int(found[1]) > step):
+        match = re.fullmatch(r"update_(\d+)(?:_rank\d+)?\.npz(\.partial)?", path.name)
+        if match and (match[2] or int(match[1]) > step):
             path.unlink(missing_ok=True)
 
 
@@ -102,7 +103,7 @@ def check_complete(folder: Path, last: int | None = None) -> list[int]:
 
 
 def load_facts(folder: Path, step: int) -> tuple[dict[str, Any], Array]:
-    """The facts of an update and the rows of all its ranks, without what is large."""
+    """Facts of an update and the rows of all its ranks, without the large arrays."""
     parts = [_read(record_path(folder, step), ("rows",))]
     parts += [_read(record_path(folder, step, rank), ("rows",)) for rank in range(1, int(parts[0][0]["world"]))]
     return parts[0][0], np.concatenate([arrays["rows"] for _, arrays in parts])
@@ -117,17 +118,12 @@ def load_update(folder: Path, step: int) -> UpdateRecord:
         for name in ARRAYS:
             values = [getattr(part, name) for part in parts]
             merged[name] = sum(values[1:], start=values[0]) if name in ADDED else np.concatenate(values)
-        found, _ = first.step, first.round
+        number, _ = first.step, first.round
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{record_path(folder, step)} is damaged: {type(error).__name__}: {error}") from error
-    if found != step:
-        raise ValueError(f"{record_path(folder, step)} is damaged: it is the record of update {found}")
+    if number != step:
+        raise ValueError(f"{record_path(folder, step)} is damaged: it is the record of update {number}")
     return replace(first, **merged)
-
-
-def read_updates(folder: Path, steps: list[int]) -> Iterator[UpdateRecord]:
-    """One update at a time."""
-    return (load_update(folder, step) for step in steps)
 
 
 def _load(path: Path) -> UpdateRecord:

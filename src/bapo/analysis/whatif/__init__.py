@@ -1,1 +1,1 @@
-"""What another loss would have made of the updates of a run."""
+"""Recorded updates re-run under another loss."""

@@ -1,9 +1,10 @@
-"""The loss and the objective to replay with: the run's own, changed by overrides in Hydra's spelling."""
+"""Loss and objective of a what-if: the run's own, changed by overrides in Hydra's spelling."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -21,11 +22,12 @@ from bapo.training.cli import CONF
 GROUPS = ("loss", "objective")
 
 
-def replayed_config(run: DictConfig, overrides: Sequence[str]) -> DictConfig:
+def changed_config(run: DictConfig, overrides: Sequence[str], config_dir: Path | None = None) -> DictConfig:
     """`loss` and `objective` of the run with the overrides applied. ValueError for one that does not fit.
 
-    `loss=NAME` takes conf/loss/NAME.yaml in place of the run's loss, with what conf/task_loss says for the run's task, and adds
-    what conf/loss_objective has for it to the objective; `objective=NAME` takes that file. `loss.key=value` changes one value.
+    `loss=NAME` replaces the run's loss by that file of conf/loss, and merges the file's part of the objective, if it has one,
+    into the run's; `objective=NAME` replaces the objective. `loss.key=value` changes one value.
+    config_dir: a conf folder of the user's own.
     """
     if missing := [group for group in GROUPS if group not in run]:
         raise ValueError(f"the run's config.yaml has no {missing[0]}")
@@ -33,12 +35,12 @@ def replayed_config(run: DictConfig, overrides: Sequence[str]) -> DictConfig:
     chosen = {o.key_or_group: str(o.value()) for o in parsed if o.key_or_group in GROUPS}
     cfg = OmegaConf.create({group: OmegaConf.to_container(run[group], resolve=True) for group in GROUPS})
     if chosen:
-        composed = _composed(chosen, run)
+        composed, default = _composed(chosen, config_dir), OmegaConf.load(CONF / "objective" / "default.yaml")
         for group in chosen:
             cfg[group] = composed[group]
-        extra = CONF / "loss_objective" / f"{chosen.get('loss')}.yaml"
-        if "objective" not in chosen and extra.is_file():
-            cfg.objective = OmegaConf.merge(cfg.objective, OmegaConf.load(extra))
+        if "objective" not in chosen:
+            part = {key: value for key, value in composed.objective.items() if value != default.get(key)}
+            cfg.objective = OmegaConf.merge(cfg.objective, part)
     for override in parsed:
         if override.key_or_group not in GROUPS:
             _change(cfg, override)
@@ -53,25 +55,22 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
     for override in parsed:
         line, key = str(override.input_line), override.key_or_group
         if key.split(".")[0] not in GROUPS or override.package is not None:
-            raise ValueError(f"{line}: a replay changes loss and objective only; the rest of the run is as it was")
+            raise ValueError(f"{line}: a what-if changes loss and objective only")
         if override.is_delete() or override.is_sweep_override():
-            raise ValueError(f"{line}: one value to each key, please; a replay knows neither ~ nor sweeps")
+            raise ValueError(f"{line}: a what-if takes one value per key, without ~ and sweeps")
     return parsed
 
 
-def _composed(chosen: dict[str, str], run: DictConfig) -> DictConfig:
-    """The whole config with the files that were chosen; the task's file is the one with the run's `_target_`."""
-    target = OmegaConf.select(run, "task._target_")
-    files = sorted((CONF / "task").glob("*.yaml"))
-    tasks = [path.stem for path in files if OmegaConf.select(OmegaConf.load(path), "_target_") == target]
-    known = [name for name in tasks if (CONF / "task_loss" / f"{name}_{chosen.get('loss')}.yaml").is_file()]
-    # A task without a file for this loss is as good as any other such task.
-    task = known[0] if known else next(iter(tasks), "arithmetic")
+def _composed(chosen: dict[str, str], config_dir: Path | None) -> DictConfig:
+    """The whole config with the chosen files."""
+    folders = [CONF] if config_dir is None else [CONF, config_dir.resolve()]
     for group, name in chosen.items():
-        if name not in (names := sorted(path.stem for path in (CONF / group).glob("*.yaml"))):
+        names = sorted(path.stem for folder in folders for path in (folder / group).glob("*.yaml"))
+        if name not in names:
             raise ValueError(f"{group}={name}: it must be one of {', '.join(names)}")
+    searched = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=[f"task={task}", *(f"{group}={name}" for group, name in chosen.items())])
+        return compose("train", overrides=[*searched, *(f"{group}={name}" for group, name in chosen.items())])
 
 
 def _change(cfg: DictConfig, override: Override) -> None:
@@ -83,7 +82,7 @@ def _change(cfg: DictConfig, override: Override) -> None:
 
 
 def build(cfg: DictConfig) -> tuple[Loss, Objective]:
-    """The objects of a replayed config; ValueError that names the field for a key, a type or a value that does not fit."""
+    """Instantiate loss and objective; ValueError that names the field for a key, a type or a value that does not fit."""
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     if wrong := [group for group in GROUPS if not isinstance(config[group], dict) or "_target_" not in config[group]]:
         raise ValueError(f"{wrong[0]} is {config[wrong[0]]!r}; it must be a section with a _target_")

@@ -1,4 +1,4 @@
-"""Every recorded update once more, from its log-probs: what a loss chooses, clips and costs there. No model, no engine."""
+"""Recorded updates re-run from their log-probs: the bounds a loss chooses, what it clips, its value. No model, no engine."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CORNERS = {"positive_above": (2, 2), "positive_below": (2, 0), "negative_above":
 
 @dataclass(frozen=True)
 class Choice:
-    """Bounds of an update (the mean over tokens where each micro-batch has its own), its loss, and shares of its tokens.
+    """Bounds of an update (the mean over tokens if each micro-batch has its own), its loss, and shares of its tokens.
 
-    clipped: of `CORNERS`, what is clipped there.
+    clipped: share of the trained tokens clipped at each of `CORNERS`.
     """
 
     clip_low: float
@@ -53,12 +53,12 @@ class Outcome:
     round: int
     tokens: int
     recorded: Choice
-    replayed: Choice
+    what_if: Choice
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences of several rounds, and where each (round, row) stands among them."""
+    """Sequences of several rounds; index: (round, row) -> place among them."""
 
     batch: Batch
     index: dict[tuple[int, int], int]
@@ -68,10 +68,10 @@ class Rows:
 
 
 def walk(run_dir: Path, steps: Sequence[int], loss: Loss, objective: Objective) -> Iterator[Outcome]:
-    """The outcomes of `steps` in order; a loss that learns goes through them as in training.
+    """Yield the outcomes of `steps` in order; the state of a loss evolves as in training.
 
-    Holds one update, and the sequences of one round; other pools only while their rows are taken out. ValueError, in one line,
-    for a file that is missing, damaged or of another run; every update's head is read before the first is replayed.
+    Holds one update and the sequences of one round; other pools only while their rows are taken out. ValueError, in one line,
+    for a file that is missing, damaged or of another run; facts and rows of all updates are read before the first is re-run.
     """
     folder, rounds = run_dir / FOLDER, run_dir / "rounds"
     heads = [(step, *load_facts(folder, step)) for step in steps]
@@ -80,12 +80,12 @@ def walk(run_dir: Path, steps: Sequence[int], loss: Loss, objective: Objective) 
         rows = rows_of(rounds, np.unique(np.concatenate([places for _, _, places in of_round]), axis=0))
         for step, _, _ in of_round:
             record = load_update(folder, step)
-            again = replayed(folder, record, rows, loss, objective)
-            yield Outcome(step, record.round, int(record.facts["tokens"]), recorded(record), again)
+            choice = what_if(folder, record, rows, loss, objective)
+            yield Outcome(step, record.round, int(record.facts["tokens"]), recorded(record), choice)
 
 
 def rows_of(rounds: Path, places: np.ndarray) -> Rows:
-    """The sequences at `places`, int [K, 2], each once."""
+    """Load the sequences at `places` (round, row), int [K, 2], each once."""
     parts: list[Batch] = []
     index: dict[tuple[int, int], int] = {}
     for number in np.unique(places[:, 0]).tolist():
@@ -111,8 +111,8 @@ def shares(by_side: Any, tokens: float) -> tuple[float, ...]:
 
 
 @torch.no_grad()
-def replayed(folder: Path, record: UpdateRecord, rows: Rows, loss: Loss, objective: Objective) -> Choice:
-    """As `BapoModule.training_step`, with the recorded log-probs in place of a model."""
+def what_if(folder: Path, record: UpdateRecord, rows: Rows, loss: Loss, objective: Objective) -> Choice:
+    """Repeat `BapoModule.training_step` with the recorded log-probs in place of a model."""
     batches, logprobs = recorded_batches(folder, record, rows)
     micro_batches = weigh_update(batches, objective, int(record.facts["vocabulary"]), lambda counts: counts)
     loss_state = loss.state_dict()
@@ -144,7 +144,7 @@ def recorded_batches(folder: Path, record: UpdateRecord, rows: Rows) -> tuple[li
     masks = [batch.response_mask for batch in batches]
     counts = torch.cat([mask.sum(dim=1) for mask in masks])
     if counts.tolist() != record.lengths.tolist():
-        raise ValueError(f"{record_path(folder, record.step)} does not fit the rounds beside it: are they of another run?")
+        raise ValueError(f"{record_path(folder, record.step)} does not fit the pools in rounds/: are they of another run?")
     values = torch.from_numpy(record.logprobs).split([int(mask.sum()) for mask in masks])
     logprobs = [torch.zeros(mask.shape).masked_scatter(mask, part) for mask, part in zip(masks, values, strict=True)]
     return batches, logprobs

@@ -79,7 +79,7 @@ def record_of(minibatch: MiniBatch, parts: list[SeenPart], facts: dict[str, floa
         bounds=numbers([torch.stack([p.bounds.clip_low, p.bounds.clip_high])[None] for p in parts], np.float64),
         logprobs=numbers([p.inputs.logprobs[mask] for p, mask in zip(parts, masks, strict=True)], np.float32),
         entropy=numbers([p.entropy[mask] for p, mask in zip(parts, masks, strict=True)], np.float32),
-        ages=torch.stack(ages, dim=1).cpu().numpy(),
+        staleness=torch.stack(ages, dim=1).cpu().numpy(),
         by_side=total("by_side"),
         histogram=total("histogram").astype(np.int32),
         entropy_by_ratio=total("entropy_by_ratio"),
