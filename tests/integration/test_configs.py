@@ -236,7 +236,7 @@ REFUSED = {
     "lr_schedule.name=cosin": "lr_schedule is refused by get_scheduler: cosin is not a valid SchedulerType",
     "lr_schedule.num_warmup_step=3": "unknown key 'lr_schedule.num_warmup_step'; nearest: 'lr_schedule.num_warmup_steps'",
     "~optimizer._partial_": "optimizer.params is missing",
-    "optimizer._target_=torch.optim.SGD": "unknown key 'optimizer.betas'",
+    "optimizer._target_=torch.optim.SGD": "optimizer.betas is [0.9, 0.95]; torch.optim.SGD takes dampening, differentiable",
     "seed=x": "seed is 'x'; it must be an integer",
     "threads=yes": "threads is 'yes'; it must be an integer or null",
     "name=null": "name is None; it must be a text",
@@ -297,6 +297,7 @@ REFUSED = {
     "trainer.max_grad_norm=0": "trainer.max_grad_norm is 0; it must be a number > 0",
     "trainer.max_rounds=0": "trainer.max_rounds is 0; it must be an integer >= 1",
     "trainer.micro_batch_tokens=0": "trainer.micro_batch_tokens is 0; it must be an integer >= 1",
+    "trainer.strategy=ddp_spawn": "trainer.strategy is 'ddp_spawn'; it must be auto or ddp: ranks are started by",
     "trainer.strategy=fsdp": "trainer.strategy is 'fsdp'; it must keep whole weights on every rank, such as auto or ddp",
     "trainer.precision=16-mixed": "trainer.precision is '16-mixed'; it must be 32-true or bf16-mixed: fp16 needs a",
     "trainer.precision=bf16-true": "trainer.precision is 'bf16-true'; it must be 32-true or bf16-mixed: weights in bfloat16: "

@@ -33,8 +33,9 @@ PRECISIONS = {
     "64": "losses are computed in float32",
     "transformer-engine": "token log-probs are computed in float32",
 }
-"""How a precision begins that the loop cannot serve, and why."""
+"""Beginnings of the precisions that the loop cannot serve, each with the reason."""
 SHARDED = ("fsdp", "deepspeed", "model_parallel", "xla")
+IN_PROCESS = ("spawn", "fork", "notebook")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ class TrainerOptions:
                 raise ValueError(f"trainer.precision is {precision!r}; it must be 32-true or bf16-mixed: {why}")
         if strategy.startswith(SHARDED):
             raise ValueError(f"trainer.strategy is {strategy!r}; it must keep whole weights on every rank, such as auto or ddp")
+        if strategy.endswith(IN_PROCESS):
+            why = "ranks are started by the command line, so that rank 0 keeps the metrics and hears signals"
+            raise ValueError(f"trainer.strategy is {strategy!r}; it must be auto or ddp: {why}")
 
     def check(self) -> None:
         """ValueError if the machine lacks the GPUs that are asked for, or Lightning refuses a flag."""
@@ -75,7 +79,13 @@ class TrainerOptions:
         devices, count = self.flags.get("devices", "auto"), torch.accelerator.device_count()
         if self.flags.get("accelerator") in ("gpu", "cuda") and isinstance(devices, int) and devices > count:
             raise ValueError(f"trainer.devices is {devices} with trainer.accelerator gpu; this machine has {count}")
-        self.build(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        trainer = self.build(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+
+        strategy = trainer.strategy
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
+            name = type(strategy).__name__
+            raise ValueError(f"trainer.strategy is a {name}; it must keep whole weights on every rank, such as DDPStrategy")
 
     @property
     def mixed_precision(self) -> bool:
