@@ -1,4 +1,4 @@
-"""`python train.py` as a user meets it: run folders, sweeps, exit codes, secrets. FAULTS 43, 44, 45, 47, 49."""
+"""`python train.py` as a user meets it: run folders, sweeps, exit codes, secrets."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def status(folder: Path) -> dict[str, object]:
 
 
 def test_two_runs_at_once_have_a_whole_folder_each(tiny: tuple[str, ...], tmp_path: Path) -> None:
-    both = [start(tmp_path, *tiny, "name=a/b", "seed=3") for _ in range(2)]
+    both = [start(tmp_path, *tiny, "name=a/b", "seed=3", "tags=[one,two]") for _ in range(2)]
     for code, out, err in map(end, both):
         assert code == 0, err
         assert "round 1/1  epoch 2/2  updates 4/4" in out
@@ -78,8 +78,9 @@ def test_two_runs_at_once_have_a_whole_folder_each(tiny: tuple[str, ...], tmp_pa
     assert (cfg.name, cfg.seed, cfg.task.digits, cfg.loss.target_positive_ratio) == ("a/b", 3, 2, 0.55)
     assert "${" not in (folder / "config.yaml").read_text()
     facts = json.loads((folder / "provenance.json").read_text())
-    command = " ".join([str(REPOSITORY / "train.py"), *tiny, "name=a/b", "seed=3"])
+    command = " ".join([str(REPOSITORY / "train.py"), *tiny, "name=a/b", "seed=3", "tags=[one,two]"])
     assert facts["command"].endswith(command)
+    assert facts["tags"] == ["one", "two"]
     assert facts["packages"]["torch"] == torch.__version__
     assert re.fullmatch(r"[0-9a-f]{40}|", facts["git_revision"])
     (line,) = (folder / "commands.log").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""A run's folder: where it is, and what stands in it besides metrics and checkpoints."""
+"""A run's folder: its place, and its files besides metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from typing import Any, TextIO
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from bapo.files import write_text_atomic
+
 log = logging.getLogger(__name__)
 
 PACKAGES = ("bapo", "torch", "lightning", "transformers", "peft", "hydra-core", "omegaconf", "safetensors", "wandb")
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 SAMPLES = "samples.jsonl"
-"""Of a run's folder: a few responses of every round, an object in each line."""
+"""The file with a few responses of every round, an object in each line."""
 CHILD_RUN_DIR = "BAPO_RUN_DIR"  # tells the processes that Lightning starts for further devices which folder is theirs
 
 _STAMP = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
@@ -55,7 +57,7 @@ def _run_dir(name: Any, resume: Any) -> str:
 
 
 def is_main_process() -> bool:
-    """Is this global rank 0? True outside distributed runs."""
+    """True on global rank 0, and outside distributed runs."""
     from lightning.pytorch.utilities.rank_zero import rank_zero_only  # Lightning only where a run begins
 
     return getattr(rank_zero_only, "rank", 0) == 0
@@ -134,9 +136,11 @@ def open_run_folder(folder: Path, cfg: DictConfig, resume: bool, script: str = "
             again = resume_command(folder, script)
             raise ValueError(f"run folder {str(folder)!r} holds a run already; to resume it: {again}")
         print(datetime.now().isoformat(timespec="seconds"), redact(" ".join(sys.argv)), file=commands, flush=True)
-        replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
+        write_text_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
         if not resume:
-            (folder / "provenance.json").write_text(json.dumps(provenance(), indent=1) + "\n")
+            (folder / "provenance.json").write_text(
+                json.dumps({"tags": plain_config(cfg)["tags"], **provenance()}, indent=1) + "\n"
+            )
         yield
 
 
@@ -189,14 +193,7 @@ def write_status(folder: Path, status: str, **facts: Any) -> None:
     if not is_main_process():
         return
     facts = {"status": status, "time": datetime.now().isoformat(timespec="seconds"), **facts}
-    replace_text(folder / "status.json", json.dumps(facts, indent=1) + "\n")
-
-
-def replace_text(target: Path, text: str) -> None:
-    """The file as a whole, or as it was."""
-    partial = target.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, target)
+    write_text_atomic(folder / "status.json", json.dumps(facts, indent=1) + "\n")
 
 
 def checkpoint_steps(folder: Path) -> dict[Path, int]:
@@ -231,8 +228,8 @@ def how_to_resume(folder: Path, again: str, error: BaseException) -> str:
     if newest_checkpoint(folder):
         return f"to resume from the last checkpoint: {again}"
     if isinstance(error, ValueError):
-        return "there is no checkpoint, and the same config would fail again: start another run with what is wrong put right"
-    return f"there is no checkpoint yet; to begin again: {again}"
+        return "there is no checkpoint, and the same config would fail again: correct it and start another run"
+    return f"there is no checkpoint yet; to start again: {again}"
 
 
 def log_failure(error: BaseException, sweep: bool) -> None:
@@ -249,7 +246,7 @@ def log_failure(error: BaseException, sweep: bool) -> None:
 
 
 def discard_unused(folder: Path, log_too: bool = False) -> None:
-    """Takes away a folder in which there is nothing but Hydra's log, empty unless `log_too`: the run never began."""
+    """Removes a folder that holds nothing but Hydra's log, empty unless `log_too`: the run never started."""
     if folder.name == _STAMP and all(p.suffix == ".log" and (log_too or not p.stat().st_size) for p in folder.glob("*")):
         shutil.rmtree(folder, ignore_errors=True)
         if folder.parent.is_dir() and not any(folder.parent.iterdir()):

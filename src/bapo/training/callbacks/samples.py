@@ -10,8 +10,9 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
+from bapo.files import write_text_atomic
 from bapo.rollouts.ranks import Ranks
-from bapo.training.run_folder import SAMPLES, replace_text
+from bapo.training.run_folder import SAMPLES
 
 
 class Samples(L.Callback):
@@ -53,7 +54,7 @@ def keep_before(file: Path, round_index: int) -> None:
         return
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["round"] < round_index]
-    replace_text(file, "".join(kept))
+    write_text_atomic(file, "".join(kept))
 
 
 def show(logger: Logger, rows: Sequence[Mapping[str, Any]]) -> None:
