@@ -24,15 +24,20 @@ from bapo.training.run_folder import is_main_process
 
 log = logging.getLogger(__name__)
 
+LARGE_LR = 1e-3  # above, a pretrained model is more likely destroyed than tuned
+
 
 def check(parts: dict[str, Any]) -> None:
-    """What fits together and on this machine, over the built objects of a config. Raises ValueError.
+    """Raises ValueError for objects of a config that do not fit together.
 
     The texts are read here, as `parts["shown"]`: rows that cannot be read are a mistake like any other in the config.
     """
     check_numbers(parts)
     parts["data"].check(parts["task"])
     options, trainer = parts["sft"], parts["trainer"]
+    lr = getattr(parts["optimizer"], "keywords", {}).get("lr")
+    if parts["policy"].path is not None and lr is not None and lr > LARGE_LR:
+        log.warning("optimizer.lr is %g, as for a tiny model that knows nothing; a pretrained model takes about 1e-5", lr)
     if trainer.max_rounds is not None:
         raise ValueError(f"trainer.max_rounds is {trainer.max_rounds}; it must be null: sft.epochs or sft.max_updates counts")
     if options.batch_size < (world := trainer.processes):
