@@ -22,22 +22,15 @@ TOP_LEVEL = {
 }  # fmt: skip
 COLLECTIONS = {"logger", "callbacks", "reward", "benchmark"}  # groups that hold any number of objects; every other group is one
 HEAVY = {"callbacks", "lr_schedule", "logger", "trainer"}  # their classes take seconds to import: checked and built last
+CALLED_LATER = {"optimizer", "lr_schedule"}  # groups of one class each, whose files differ in all their keys
 OPTIONAL = {"lr_schedule"}  # groups that may be null
 PLAIN = {
-    "name": str,
-    "tags": list[str],
-    "seed": int,
-    "threads": int | None,
-    "resume": str | None,
-    "explain": bool,
+    "name": str, "tags": list[str], "seed": int, "threads": int | None, "resume": str | None, "explain": bool,
     "optimized_metric": str | None,
-}  # at the top: no objects
+}  # fmt: skip
+"""Keys at the top that are values, not objects."""
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
-FILLED_IN = {
-    "save_dir",
-    "dirpath",
-    "resume_step",
-}  # the run folder and the checkpoint's step, where a logger or callback wants them
+FILLED_IN = {"save_dir", "dirpath", "resume_step"}  # of a logger or callback: the run folder and the checkpoint's step
 
 
 def check_keys_and_types(config: Mapping[str, Any], top_level: Set[str] = TOP_LEVEL, plain: Mapping[str, Any] = PLAIN) -> None:
@@ -136,7 +129,10 @@ def _check_call(path: str, node: Mapping[str, Any], config: Mapping[str, Any]) -
             errors.append(f"{path}._partial_ is {value!r}; {node['_target_']} is built whole")
         if key in HYDRA_KEYS:
             continue
-        if key not in known and not open_ended:
+        if key not in known and not open_ended and path in CALLED_LATER:
+            hint = f"another file of conf/{path} has the keys of its class, or ~{path}.{key} removes it"
+            errors.append(f"{path}.{key} is {value!r}; {node['_target_']} takes {', '.join(sorted(known))}: {hint}")
+        elif key not in known and not open_ended:
             errors.append(_unknown(f"{path}.{key}", {f"{path}.{k}" for k in known}, all_keys(config)))
         elif key in hints and not fits(value, hints[key]):
             errors.append(f"{path}.{key} is {value!r}; it must be {_say(hints[key])}")
@@ -154,7 +150,7 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Is `value`, as YAML gives it, of type `hint`? An object is a section of its own, whose `_target_` is judged apart."""
+    """True if `value`, as YAML gives it, can be of type `hint`; a library's own types are left to the library."""
     origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return any(fits(value, part) for part in parts)
