@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Training:
-    """What a job fits, for `epochs` of Lightning's epochs. conclude: done at the end of a fit that nothing stopped."""
+    """Module and data of a fit of `epochs` Lightning epochs. conclude: called at the end of a fit that nothing stopped."""
 
     module: UpdateModule
     data: Any
@@ -113,7 +113,7 @@ def _fit(job: Job, training: Callable[[Job, ExitStack], Training]) -> tuple[dict
         torch.set_num_threads(parts["threads"])
     L.seed_everything(parts["seed"], verbose=False)
     if job.resume and checkpoint is None:
-        log.warning("%s holds no checkpoint: the run begins again, with its rounds kept", folder)
+        log.warning("%s holds no checkpoint: the run starts again, with its rounds kept", folder)
     stop = StopOnSignal()
     with ExitStack() as at_the_end:
         made = training(job, at_the_end)
@@ -145,6 +145,7 @@ def _build_trainer(job: Job, made: Training, loggers: list[Logger], stop: StopOn
         reload_dataloaders_every_n_epochs=1,  # the data module decides what an epoch trains on, so it is always asked
         use_distributed_sampler=False,  # it deals rows to ranks itself
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
+        enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),  # else Lightning would add its own
         enable_model_summary=False,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
