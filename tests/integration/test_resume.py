@@ -1,4 +1,4 @@
-"""A run stopped anywhere and resumed leaves what the uninterrupted one leaves. FAULTS 32, 34, 40, 42, 48."""
+"""A run stopped anywhere and resumed leaves what the uninterrupted one leaves."""
 
 from __future__ import annotations
 
@@ -201,11 +201,11 @@ def test_a_resumed_run_keeps_its_own_config(uninterrupted):
 
 
 def test_a_folder_in_use_or_with_a_run_in_it_is_refused(uninterrupted, small, tmp_path):
-    with pytest.raises(ValueError, match=r"holds a run already; to go on with it: python train.py resume="):
+    with pytest.raises(ValueError, match=r"holds a run already; to resume it: python train.py resume="):
         run_experiment(uninterrupted, *small)
     with (uninterrupted / "commands.log").open() as other_process:
         fcntl.flock(other_process, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="is in use: a run is going on in it"):
+        with pytest.raises(ValueError, match="is in use: a run is in progress in it"):
             run_experiment(uninterrupted, f"resume={uninterrupted}")
     assert json.loads((uninterrupted / "status.json").read_text())["status"] == "finished"
 

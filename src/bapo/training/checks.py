@@ -1,4 +1,4 @@
-"""What must fit together among the built objects of a config, and on this machine."""
+"""Checks over the built objects of a config: they must fit together, and on this machine."""
 
 from __future__ import annotations
 
@@ -61,15 +61,21 @@ def _check_splits(task: Any, callbacks: Mapping[str, Any]) -> None:
 
 
 def check_sizes(parts: Mapping[str, Any]) -> None:
-    """What fits together and on this machine, over the built objects of a config. Raises ValueError."""
+    """ValueError for objects of a training config that do not fit together, as far as plain values tell."""
     check_numbers(parts)
-    rollout, schedule = parts["rollout"], parts["schedule"]
-    if parts["trainer"].max_rounds is None:
+    rollout, trainer = parts["rollout"], parts["trainer"]
+    if trainer.max_rounds is None:
         raise ValueError("trainer.max_rounds is None; it must be >= 1")
     if not parts["explain"]:
         rollout.engine.require()
     if "correctness" in parts["reward"]:
         raise ValueError("reward.correctness is the task's own reward; a term beside it must have another name")
+    _check_rollout(rollout, parts["schedule"], trainer.max_rounds)
+    if rollout.engine.lora_sync == "native":
+        _check_native_adapter(parts["policy"].lora, rollout.engine.max_lora_rank)
+
+
+def _check_rollout(rollout: Any, schedule: Any, max_rounds: int) -> None:
     if rollout.group_size < 2:
         raise ValueError(
             f"rollout.group_size is {rollout.group_size}; a group-relative advantage compares responses to one prompt: >= 2"
@@ -81,12 +87,8 @@ def check_sizes(parts: Mapping[str, Any]) -> None:
         )
     if rollout.partial:
         schedule.check_room("rollout.partial")
-    if schedule.lag >= parts["trainer"].max_rounds:
-        log.warning(
-            "schedule.lag is %d and trainer.max_rounds %d: no round trains on data that old",
-            schedule.lag,
-            parts["trainer"].max_rounds,
-        )
+    if schedule.lag >= max_rounds:
+        log.warning("schedule.lag is %d, trainer.max_rounds %d: no round trains on data that stale", schedule.lag, max_rounds)
     pool, cut = rollout.prompts_per_round * rollout.group_size, schedule.minibatches_per_epoch
     if pool % cut:
         near = sorted((n for n in range(1, pool + 1) if pool % n == 0), key=lambda n: (abs(n - cut), n))[:4]
@@ -95,14 +97,14 @@ def check_sizes(parts: Mapping[str, Any]) -> None:
             f"rollout.group_size = {rollout.prompts_per_round} * {rollout.group_size} = {pool} responses; "
             f"{', '.join(str(n) for n in sorted(near))} would"
         )
-    lora, engine = parts["policy"].lora, rollout.engine
-    if engine.lora_sync == "native":
-        if lora is None:
-            raise ValueError("rollout.engine.lora_sync is 'native'; without policy.lora it must be merged")
-        if lora.r > engine.max_lora_rank:
-            raise ValueError(f"policy.lora.r is {lora.r}; it must be <= rollout.engine.max_lora_rank, {engine.max_lora_rank}")
-        if lora.modules_to_save:
-            raise ValueError(f"policy.lora.modules_to_save is {lora.modules_to_save}; with lora_sync native it must be empty")
-    sampling = rollout.sampling
-    if sampling.top_p < 1 or sampling.top_k > 0:
-        log.warning("rollout.sampling uses top_p or top_k: sampled and scored distributions differ, so ratios mix the two")
+    if rollout.sampling.top_p < 1 or rollout.sampling.top_k > 0:
+        log.warning("rollout.sampling uses top_p or top_k: the engine samples from another distribution than the policy's")
+
+
+def _check_native_adapter(lora: Any, max_rank: int) -> None:
+    if lora is None:
+        raise ValueError("rollout.engine.lora_sync is 'native'; without policy.lora it must be merged")
+    if lora.r > max_rank:
+        raise ValueError(f"policy.lora.r is {lora.r}; it must be <= rollout.engine.max_lora_rank, {max_rank}")
+    if lora.modules_to_save:
+        raise ValueError(f"policy.lora.modules_to_save is {lora.modules_to_save}; with lora_sync native it must be empty")

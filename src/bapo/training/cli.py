@@ -1,4 +1,4 @@
-"""What stands around a Hydra main function: resolvers, quiet libraries, and errors that a user can act on."""
+"""The surroundings of a Hydra main function: resolvers, short words of the command line, errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plain_overlay(argument: str) -> str:
 
 
 def explain(error: Exception, overrides: Sequence[str] = (), config: str = "train") -> str:
-    """What a user needs of an error: Hydra's notes on where it searched left out, the nearest key to a misspelt one added.
+    """The message of an error, without Hydra's notes on its search path and with the nearest key to a misspelt one.
 
     overrides: the command line, whose choices of groups decide which keys there are.
     """
@@ -80,7 +80,7 @@ def explain(error: Exception, overrides: Sequence[str] = (), config: str = "trai
 
 
 def _files_beside(choice: str) -> str:
-    """For `group/file` that is not there: which files the group has, and which was meant."""
+    """The files of the group of `group/file`, which does not exist, and the nearest of them."""
     group, _, name = choice.rpartition("/")
     names = sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml")) if group else []
     near = difflib.get_close_matches(name.removesuffix(".yaml"), names, n=1)
@@ -90,7 +90,7 @@ def _files_beside(choice: str) -> str:
 def _section_of(key: str, overrides: Sequence[str]) -> str | None:
     """The overlay that makes the section in which `key` would be: +rollout/partial=default for rollout.partial.max_spans.
 
-    None where there is none, or it was asked for.
+    None where there is none, or it is on the command line.
     """
     group = key.rpartition(".")[0].replace(".", "/")
     overlay = f"+{group}=default"
@@ -99,7 +99,7 @@ def _section_of(key: str, overrides: Sequence[str]) -> str | None:
 
 def _known_keys(overrides: Sequence[str], config: str) -> set[str]:
     """Every key of the config with the groups that `overrides` choose."""
-    choices = {f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml")}
+    choices = {f"{path.parent.relative_to(CONF)}={path.stem}" for path in CONF.rglob("*.yaml")}
     chosen = [override for override in overrides if override.lstrip("+") in choices]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return config_check.all_keys(OmegaConf.to_container(compose(config, overrides=chosen)))

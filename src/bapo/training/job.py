@@ -36,8 +36,7 @@ class Entry:
     """An entry point. script: its file, as a user types it. top_level: the keys of its config; plain: values among them.
 
     check_light, check: raise ValueError for built objects that do not fit, before and after `HEAVY` sections are built.
-    may_change: how an override begins that a resumed run
-    may be given.
+    may_change: beginnings of the overrides that a resumed run accepts.
     """
 
     script: str
@@ -63,7 +62,7 @@ class Job:
 def open_job(cfg: DictConfig, entry: Entry) -> Job:
     """The job of a composed config in Hydra's output folder.
 
-    Raises ValueError for a config that cannot run, before a model is loaded; a folder that was made for it is taken away.
+    Raises ValueError for a config that cannot run, before a model is loaded; a folder that was made for it is removed.
     """
     hydra = HydraConfig.get()
     folder = Path(os.environ.get(CHILD_RUN_DIR) or hydra.runtime.output_dir).absolute()

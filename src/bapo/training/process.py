@@ -1,4 +1,4 @@
-"""What a run asks of its process: quiet libraries, an end on a signal, and ranks that find their way."""
+"""The process of a run: quiet libraries, an end on a signal, and ranks that find the run's folder."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from bapo.training.run_folder import CHILD_RUN_DIR
 
 
 def hush() -> None:
-    """Keeps off the screen what libraries say of things that are meant here."""
+    """Keeps off the screen what libraries say about things that are intended here."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    # Asked on every save whether the file should hold weights alone; it should not.
+    # It suggests at every save that the file hold weights alone, which could not be resumed.
     logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.WARNING)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request
     for message in (
