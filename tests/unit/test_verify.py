@@ -26,7 +26,6 @@ from bapo.tasks.units import split_unit
 from bapo.tasks.verify import Verdict, check_gold, check_golds, close_workers, verify_answers
 
 ROWS: list[dict[str, Any]] = json.loads((REPOSITORY / "tests" / "data" / "equivalence.json").read_text())
-PAGE = REPOSITORY / "docs" / "verification.md"
 SURD = (r"so \boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}")
 """A response and its gold, which only a worker finds equal."""
 BOMBS = ["9^{9^{9^{9}}}", "(10^{10})!", r"\frac{1}{1+" * 60 + "1" + "}" * 60, "7" * 1_000_000]
@@ -579,23 +578,6 @@ def test_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert len(seconds) == 4
     assert all(value > 0 for value in seconds.values())
     assert "8 bombs among formulas, 0.5 s each | 64 |" in capsys.readouterr().out
-
-
-def policy_table() -> str:
-    """The rows of the fixture, as docs/verification.md has them."""
-    sign = {True: "yes", False: "no"}
-    lines = ["| topic | gold | answer | the same? | math-verify alone | because |", "|---|---|---|---|---|---|"]
-    for row in ROWS:
-        other = sign[row["math_verify"]] if row["math_verify"] != row["same"] else ""
-        lines.append(f"| {row['topic']} | `{row['gold']}` | `{row['answer']}` | {sign[row['same']]} | {other} | {row['why']} |")
-    assert not any("|" in row["gold"] + row["answer"] + row["why"] for row in ROWS), "a bar would end the cell"
-    return "\n".join(lines)
-
-
-def test_the_page_has_the_rows_of_the_fixture() -> None:
-    begin, end = "<!-- rows of tests/data/equivalence.json -->\n", "\n<!-- end -->"
-    table = PAGE.read_text().split(begin)[1].split(end)[0]
-    assert table == policy_table(), f"put this into {PAGE.name}:\n{policy_table()}"
 
 
 def test_modes_agree_on_whole_numbers_to_999_without_leading_zeros_and_not_beyond() -> None:
