@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test must not wait for a hub
 
 import pytest
 import torch
+from hydra.utils import get_object
 from support.configs import composed
 from support.task_files import local_data
 from tokenizers import Tokenizer
@@ -109,7 +110,8 @@ def stand_ins(byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             more += [f"policy.path={byte_model}"]
         more += local_data(cfg.task._target_.rpartition(".")[2], tmp_path)
         if cfg.policy.warm_start is None or cfg.policy.warm_start._target_.endswith("SmolLM2"):  # the model knows nothing
-            for task in (Problems, Arithmetic, ReasoningGym):
+            own = get_object(cfg.task._target_)
+            for task in {Problems, Arithmetic, ReasoningGym} | ({own} if isinstance(own, type) else set()):
                 monkeypatch.setattr(task, "verify", lambda self, prompts, responses: [len(said) % 2 for said in responses])
             more += ["rollout.max_prompt_tokens=512"]  # a token per byte
         return more
