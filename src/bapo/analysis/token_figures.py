@@ -144,7 +144,7 @@ def probability_and_ratio(summary: TokenSummary) -> Figure:
     centre = np.sqrt(RATIO_EDGES[:-1] * RATIO_EDGES[1:])
     means = np.asarray(summary.entropy_by_ratio)[used] / tokens[used]
     grid[2].plot(means, centre[used], color=COLOURS[2], marker="o", markersize=3)
-    grid[2].set(title="all tokens", xlabel="mean entropy (nats)")
+    grid[2].set(title="all tokens", xlabel="entropy (nats)")
     return figure
 
 
