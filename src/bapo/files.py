@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomic(target: Path, write: Callable[[Path], object]) -> None:
+def write_atomic(target: Path, write: Callable[[Path], object], sync: bool = True) -> None:
     """Replaces `target` by what `write(path)` writes, in one step: a kill leaves the old file or the new one.
 
-    The partial file lies beside the target as NAME.partial; the folder is made if it does not exist.
+    The partial file lies beside the target as NAME.partial; the folder is made if it does not exist. Without `sync`
+    a power cut, unlike a kill, may leave an empty file.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".partial")
     write(partial)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
+    if sync:
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
     os.replace(partial, target)
 
 

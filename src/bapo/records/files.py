@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def save_record(folder: Path, record: UpdateRecord, rank: int, edges: Mapping[st
         with path.open("wb") as file:
             np.savez_compressed(file, facts=np.array(facts), **arrays)
 
-    write_atomic(record_path(folder, record.step, rank), write)
+    write_atomic(record_path(folder, record.step, rank), write, sync=False)  # once per update: a sync takes as long as the rest
 
 
 def forget_after(folder: Path, step: int) -> None:
@@ -102,36 +102,25 @@ def check_complete(folder: Path, last: int | None = None) -> list[int]:
     return steps
 
 
-def load_facts(folder: Path, step: int) -> tuple[dict[str, Any], Array]:
-    """Facts of an update and the rows of all its ranks, without the large arrays."""
-    parts = [_read(record_path(folder, step), ("rows",))]
-    parts += [_read(record_path(folder, step, rank), ("rows",)) for rank in range(1, int(parts[0][0]["world"]))]
-    return parts[0][0], np.concatenate([arrays["rows"] for _, arrays in parts])
+def load_arrays(folder: Path, step: int, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Facts of an update and the named arrays of all its ranks, in rank order. ValueError for a missing or damaged file."""
+    parts = [_read(record_path(folder, step), names)]
+    if (number := parts[0][0].get("step")) != step:
+        raise ValueError(f"{record_path(folder, step)} is damaged: it is the record of update {number}")
+    parts += [_read(record_path(folder, step, rank), names) for rank in range(1, int(parts[0][0]["world"]))]
+    arrays = {name: [part[name] for _, part in parts] for name in names}
+    return parts[0][0], {
+        name: np.sum(values, axis=0) if name in ADDED else np.concatenate(values) for name, values in arrays.items()
+    }
 
 
 def load_update(folder: Path, step: int) -> UpdateRecord:
-    """An update with the sequences of every rank, in rank order. ValueError, in one line, for a missing or damaged file."""
-    try:
-        first = _load(record_path(folder, step))
-        parts = [first, *(_load(record_path(folder, step, rank)) for rank in range(1, int(first.facts["world"])))]
-        merged: dict[str, Any] = {}
-        for name in ARRAYS:
-            values = [getattr(part, name) for part in parts]
-            merged[name] = sum(values[1:], start=values[0]) if name in ADDED else np.concatenate(values)
-        number, _ = first.step, first.round
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{record_path(folder, step)} is damaged: {type(error).__name__}: {error}") from error
-    if number != step:
-        raise ValueError(f"{record_path(folder, step)} is damaged: it is the record of update {number}")
-    return replace(first, **merged)
-
-
-def _load(path: Path) -> UpdateRecord:
-    facts, arrays = _read(path, ARRAYS)
+    """An update with the sequences of every rank. ValueError, in one line, for a missing or damaged file."""
+    facts, arrays = load_arrays(folder, step, ARRAYS)
     record = UpdateRecord(facts, **arrays)
     sequences, tokens = int(record.micro_batches.sum()), int(record.lengths.sum())
     if not (len(record.rows) == len(record.lengths) == sequences and len(record.logprobs) == len(record.entropy) == tokens):
-        raise ValueError(f"{path} is damaged: its parts do not fit together")
+        raise ValueError(f"{record_path(folder, step)} is damaged: its parts do not fit together")
     return record
 
 
@@ -141,9 +130,12 @@ def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str,
     try:
         with np.load(path) as file:
             facts = json.loads(str(file["facts"]))
-            arrays = {name: file[name] for name in names}
+            arrays = {name: np.atleast_1d(file[name]) for name in names}
+            version, missing = facts.get("format"), {"step", "round", "world"} - facts.keys()
     except Exception as error:  # zip, zlib, numpy and JSON each have their own
         raise ValueError(f"{path} is damaged: it cannot be read as an npz file with {', '.join(names)}") from error
-    if facts.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {facts.get('format')}; this version reads {FORMAT}")
+    if version != FORMAT:
+        raise ValueError(f"{path} has format {version}; this version reads {FORMAT}")
+    if missing:
+        raise ValueError(f"{path} is damaged: its facts lack {', '.join(sorted(missing))}")
     return facts, arrays

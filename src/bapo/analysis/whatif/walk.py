@@ -19,7 +19,7 @@ from bapo.metrics import MetricParts
 from bapo.ops.microbatch import SeenPart
 from bapo.protocols import Loss
 from bapo.records.clipping import clip_statistics
-from bapo.records.files import FOLDER, UpdateRecord, load_facts, load_update, record_path
+from bapo.records.files import FOLDER, UpdateRecord, load_arrays, load_update, record_path
 from bapo.rollouts.pool import load_pool
 from bapo.rollouts.replay_buffer import joined
 from bapo.types import Batch
@@ -74,7 +74,7 @@ def walk(run_dir: Path, steps: Sequence[int], loss: Loss, objective: Objective) 
     for a file that is missing, damaged or of another run; facts and rows of all updates are read before the first is re-run.
     """
     folder, rounds = run_dir / FOLDER, run_dir / "rounds"
-    heads = [(step, *load_facts(folder, step)) for step in steps]
+    heads = [(step, facts, arrays["rows"]) for step in steps for facts, arrays in [load_arrays(folder, step, ("rows",))]]
     for _, group in groupby(heads, key=lambda head: head[1]["round"]):
         of_round = list(group)
         rows = rows_of(rounds, np.unique(np.concatenate([places for _, _, places in of_round]), axis=0))
