@@ -54,7 +54,7 @@ def export(run_dir: Path, out: Path, adapter: bool = False) -> None:
 
 
 def policy_config(run_dir: Path) -> dict[str, Any]:
-    """What decides a run's policy, resolved: `policy`, `task`, `seed`, `temperature`. ValueError for a folder without a run."""
+    """`policy`, `task`, `seed`, `temperature` of a run, resolved. ValueError for a folder without a run."""
     cfg = read_config(run_dir)
     plain: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, ["policy", "task", "seed"]), resolve=True)
     return plain | {"temperature": OmegaConf.select(cfg, "rollout.sampling.temperature", default=1.0)}  # fine-tuned: at 1

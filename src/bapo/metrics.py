@@ -183,7 +183,7 @@ def lookup(name: str) -> Metric | None:
 
 
 def reduction_of(name: str) -> Reduction:
-    """How parts of the metric combine; those of an unknown one are token sums, as a loss gives them."""
+    """Reduction of the metric's parts; those of an unknown one are token sums, as a loss gives them."""
     metric = lookup(name)
     return "token_mean" if metric is None else metric.reduction
 

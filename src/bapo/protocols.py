@@ -128,14 +128,14 @@ class Loss:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What a loss that learns from update to update keeps in a checkpoint."""
+        """State that a learning loss keeps in a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class PolicyHandle(Protocol):
-    """What the data side may ask of the policy in training."""
+    """The side of the policy in training that the data side may use."""
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Every weight of the whole model, one at a time, an adapter merged into it."""

@@ -26,7 +26,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an engine samples tokens. `temperature` 0 means greedy (evaluation only)."""
+    """Sampling of tokens by an engine. `temperature` 0 means greedy (evaluation only)."""
 
     temperature: float = 1.0
     max_tokens: int = 1024

@@ -1,4 +1,4 @@
-"""Every file of conf composes, builds and trains; what cannot run is refused before a model is loaded. FAULTS 44, 46, 47."""
+"""Every file of conf composes, builds and trains; what cannot run is refused before a model is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out scores: estimators by hand, every (problem, sample) once, its own seeds, training undisturbed. FAULTS 17, 54, 55."""
+"""Held-out scores: estimators by hand, every (problem, sample) once, its own seeds, training undisturbed."""
 
 import csv
 import json

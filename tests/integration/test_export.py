@@ -1,4 +1,4 @@
-"""What a run has trained, as a folder that others load. FAULTS 23, 24, 40."""
+"""What a run has trained, as a folder that others load."""
 
 from __future__ import annotations
 

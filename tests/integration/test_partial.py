@@ -1,4 +1,4 @@
-"""Partial rollouts: spans of one response by several policies, and the books that must balance. FAULTS 19, 31."""
+"""Partial rollouts: spans of one response by several policies, and the books that must balance."""
 
 from __future__ import annotations
 

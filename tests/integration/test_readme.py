@@ -1,4 +1,4 @@
-"""What README.md says is so: its commands run (shortened), its files, keys, metrics and links are there. FAULTS 44."""
+"""What README.md says is so: its commands run (shortened), its files, keys, metrics and links are there."""
 
 from __future__ import annotations
 

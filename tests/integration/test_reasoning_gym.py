@@ -1,4 +1,4 @@
-"""Data sets of the package reasoning_gym: made and scored as the package does, by workers that end in time. FAULTS 51."""
+"""Data sets of the package reasoning_gym: made and scored as the package does, by workers that end in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staleness as a dial: the age that is measured is the age that was asked for. FAULTS 31."""
+"""Staleness as a dial: the age that is measured is the age that was asked for."""
 
 from __future__ import annotations
 

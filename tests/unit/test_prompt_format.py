@@ -1,4 +1,4 @@
-"""From question to ids: one BOS, one function for training, evaluation and probe, prompts that are too long. FAULTS 17, 28."""
+"""From question to ids: one BOS, one function for training, evaluation and probe, prompts that are too long."""
 
 import logging
 from pathlib import Path

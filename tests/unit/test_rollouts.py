@@ -1,4 +1,4 @@
-"""From prompts to a pool: groups, order, seeds, files. FAULTS 18, 26, 29, 30, 32, 33."""
+"""From prompts to a pool: groups, order, seeds, files."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tasks on data sets, and arithmetic: what is right, and what counts as one answer. FAULTS 50, 51, 52, 53."""
+"""Tasks on data sets, and arithmetic: what is right, and what counts as one answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks on data sets: what is read, what is asked, what is refused. FAULTS 30, 58."""
+"""Tasks on data sets: what is read, what is asked, what is refused."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is made of a run's numbers once they are on disk."""
+"""Readers of run folders: records, what-if, figures, report, tables."""

@@ -1,4 +1,4 @@
-"""What a policy has answered, read in the terminal: python -m bapo.analysis.samples RUN_DIR [--last] [--wrong] ...
+"""Prompts and responses of a run, read in the terminal: python -m bapo.analysis.samples RUN_DIR [--last] [--wrong] ...
 
 Shows RUN_DIR/samples.jsonl: of a training run a few responses of every round, of an evaluation all of them.
 """
@@ -77,7 +77,7 @@ def visible(text: str) -> str:
 
 
 def _correctness(row: Row) -> float:
-    """Of an evaluation nothing is added to it."""
+    """The reward of an evaluation has no terms added."""
     return float(row.get("correctness", row["reward"]))
 
 

@@ -33,7 +33,7 @@ class Background(Generic[Result]):
             self._ended.set()
 
     def result(self) -> Result:
-        """What `work` returned; waits for it. EngineError for what it raised, as the training meanwhile is whole."""
+        """Waits for `work` and returns its result. EngineError for what it raised, as the training meanwhile is whole."""
         self._ended.wait()
         for error in self._errors:
             if isinstance(error, EngineError) or not isinstance(error, Exception):

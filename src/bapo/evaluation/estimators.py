@@ -1,4 +1,4 @@
-"""What is said of a policy from n responses to each of P problems: pure functions of numbers.
+"""Estimates of a policy from n responses to each of P problems: pure functions of numbers.
 
 Every metric is a mean over problems of one value per problem; so its standard error and its interval are over problems too.
 """
@@ -59,7 +59,7 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean over problems: standard deviation (ddof 1) / sqrt(P). None for a single problem, of which it says nothing."""
+    """Standard error of the mean over problems: standard deviation (ddof 1) / sqrt(P). None for a single problem."""
     count = len(values)
     if count < 2:
         return None

@@ -1,4 +1,4 @@
-"""What stands in an evaluation's folder, and how it survives a kill at any time."""
+"""The files of an evaluation's folder, whole after a kill at any time."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def sampling_text(settings: Mapping[str, Any]) -> str:
 
 
 def task_name(config: Mapping[str, Any]) -> str:
-    """What a task of a config is called where nobody gave it a name: the module of its class."""
+    """The default name of a task of a config: the module of its class."""
     return re.sub(r"[^\w-]", "_", str(config["_target_"]).split(".")[-2])
 
 

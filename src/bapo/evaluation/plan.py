@@ -1,4 +1,4 @@
-"""What an evaluation will ask, of which policy and how, and the folder that follows from it, before any model is loaded."""
+"""The plan of an evaluation: policy, prompts, settings, and the folder that follows from them, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Plan:
         return Path(self.output_dir) / self.source.name / f"{self.benchmark}-{digest}"
 
     def settings(self) -> dict[str, Any]:
-        """What has to be equal for two results to be comparable, and what else should be known of how they were drawn."""
+        """Settings that must be equal for two results to be comparable, and further facts about the generation."""
         return {
             **asdict(self.sampling),
             "samples": self.samples,
@@ -115,7 +115,7 @@ def _own_task(run: Path, section: Any) -> Any:
 
 @contextmanager
 def named(benchmark: str) -> Iterator[None]:
-    """What a task refuses by its key `task.path` is said of `benchmark.<benchmark>.path`, as it is called here."""
+    """Renames `task.path` in a task's error to `benchmark.<benchmark>.path`, its key here."""
     try:
         yield
     except ValueError as error:
@@ -164,7 +164,7 @@ def _plan(
 
 
 def _decisive(engine: Any) -> dict[str, Any]:
-    """Of an engine's section, what may change a number: not where it runs, how patient it is or how much it does at a time."""
+    """The part of an engine's section that may change a number: not its place, timeouts or batch sizes."""
     return {key: value for key, value in engine.items() if key not in INDIFFERENT}
 
 

@@ -99,7 +99,7 @@ def find_policy(choice: PolicyChoice, task: Any, embedded: PolicyOptions, made: 
 
 
 def of_task(options: PolicyOptions) -> bool:
-    """Is it a small model made of a task's own characters?"""
+    """True for a small model made of a task's own characters."""
     return isinstance(options.warm_start, WarmStart | Untrained)
 
 

@@ -1,4 +1,4 @@
-"""What `python evaluate.py` does: find the policy, plan each benchmark, draw what is not drawn yet, say what came out."""
+"""The job of `python evaluate.py`: find the policy, plan each benchmark, generate what is missing, report."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _warn_of_short(todo: Sequence[Plan]) -> None:
 
 
 def check(parts: Mapping[str, Any]) -> None:
-    """What fits together and on this machine, over the built objects of a config. Raises ValueError."""
+    """ValueError for built objects of a config that do not fit together, or do not run on this machine."""
     for name in ("max_problems", "problems_per_draw", "devices", "threads"):
         if parts[name] is not None and parts[name] < 1:
             raise ValueError(f"{name} is {parts[name]}; it must be >= 1")
@@ -104,7 +104,7 @@ EVALUATE = Entry(
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of those that are installed."""
+    """Versions of the packages that are installed."""
     found = {}
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):

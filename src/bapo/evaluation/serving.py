@@ -25,7 +25,7 @@ SCORED_TOKENS = 16384
 
 
 class _Scorer:
-    """What the probe asks of a policy."""
+    """The side of a policy that the sync check needs."""
 
     def __init__(self, policy: CausalLMPolicy):
         self.policy = policy

@@ -1,4 +1,4 @@
-"""What a command line of evaluate.py says in words of its own: `policy` is one of them, to Hydra a folder of conf."""
+"""Short words of evaluate.py's command line, such as `policy=PATH`, spelled out for Hydra."""
 
 from __future__ import annotations
 

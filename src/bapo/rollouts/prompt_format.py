@@ -16,7 +16,7 @@ PLACE = "{text}"
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How a question becomes a prompt.
+    """Turns a question into a prompt.
 
     kind: plain, the text alone; chat, a user's turn in the tokenizer's chat template, opened for the answer. template: text
     around the question, which replaces its `{text}`. What follows belongs to chat. system: text of a system turn before it.

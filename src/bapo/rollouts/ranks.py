@@ -31,12 +31,12 @@ class Ranks:
         return items
 
     def share(self, items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Result]]) -> list[Result]:
-        """What `work` makes of `items`, every rank of its share; in their order, unless a share comes back shorter."""
+        """Results of `work` on `items`, each rank on its share; in their order, unless a share comes back shorter."""
         parts = self.gather_from(lambda: list(work(items[self.rank :: self.world])))
         return [part[index] for index in range(max(map(len, parts), default=0)) for part in parts if index < len(part)]
 
     def gather_from(self, work: Callable[[], Item]) -> list[Item]:
-        """What `work` gives every rank. If it failed on one, the others raise EngineError instead of waiting for ever."""
+        """Results of `work` of every rank. If it failed on one, the others raise EngineError instead of waiting for ever."""
         if self.world == 1:
             return [work()]
         item, failure, own = None, "", None

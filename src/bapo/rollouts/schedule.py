@@ -1,4 +1,4 @@
-"""How old the data are: how many updates are made on one pool, and how many rounds before its own a pool is drawn."""
+"""Staleness: updates on one pool, and rounds between generating a pool and training on it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _TOKEN = re.compile(r"(\\(?:boxed|fbox)\s*\{)|(?<!\\)(?:\\\\)+(?=[{}])|\\[{}]|([
 
 
 def last_box(text: str) -> str | None:
-    r"""What stands in the `\boxed{...}` or `\fbox{...}` that opens last among those that are closed; None without one.
+    r"""Content of the `\boxed{...}` or `\fbox{...}` that opens last among those that are closed; None without one.
 
     Braces inside it count, escaped ones (`\{`) do not, as in LaTeX. A box that is never closed is no box, however many there
     are: one pass over the text. Of `\boxed{\boxed{5}}` it is the inner one.

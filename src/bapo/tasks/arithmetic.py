@@ -75,7 +75,7 @@ class Arithmetic:
         ]
 
     def answer(self, response: str) -> str | None:
-        """What stands after the last `=`; None if that is nothing."""
+        """The text after the last `=`; None if it is empty."""
         return _bare(response).rpartition("=")[2] or None
 
     def demonstrations(self, n: int, seed: int) -> list[tuple[str, str]]:

@@ -112,7 +112,7 @@ class DigitOps:
 
     @property
     def _space(self) -> int:
-        """How many different prompts there are; prompt number i asks operation i mod 6 of the digits i div 6."""
+        """Number of different prompts; prompt number i asks operation i mod 6 of the digits i div 6."""
         return len(OPERATIONS) * 10**self.digits
 
     @cached_property
@@ -133,7 +133,7 @@ class DigitOps:
 
 
 def _attempt(letter: str, digits: str, rng: random.Random) -> str:
-    """What the demonstrator writes once: the right operation or another one, then noise on every digit."""
+    """One attempt of the demonstrator: the right operation or another one, then noise on every digit."""
     if rng.random() >= RIGHT_OPERATION[letter]:
         letter = rng.choice([other for other in OPERATIONS if other != letter])
     return "".join(

@@ -156,7 +156,7 @@ def split_rounded(text: str) -> tuple[str, list[str]]:
 
 
 def last_digit(text: str) -> Fraction | None:
-    """What one more in the last digit of a rounded number adds: 0.01 for 1.41, 1000 for 12,000; None for no plain number."""
+    """One unit in the last digit of a rounded number: 0.01 for 1.41, 1000 for 12,000; None for no plain number."""
     if not _PLAIN.fullmatch(text):
         return None
     whole, _, after = re.sub(r"[\s,+-]", "", text).partition(".")
@@ -165,7 +165,7 @@ def last_digit(text: str) -> Fraction | None:
 
 
 def same_answer(gold: str, answer: str, equal: Equal) -> bool:
-    """Is `answer` the same as `gold`, by the rules of docs/verification.md? Asks `equal` for what no rule decides."""
+    """True if `answer` is the same as `gold`, by the rules of docs/verification.md? Asks `equal` for what no rule decides."""
     gold, answer = tidy(gold), tidy(answer)
     if gold == answer:
         return True
@@ -243,7 +243,7 @@ def _same_value(gold: str, answer: str, equal: Equal) -> bool:
 
 
 def formula(gold: str) -> str | None:
-    """What of a gold a parser has to understand; None if there is nothing, as in a number or in words."""
+    """The part of a gold that a parser has to understand; None if there is nothing, as in a number or in words."""
     gold = tidy(gold)
     body = split_unit(gold)[0]
     return None if words(gold) is not None or rational(body) is not None else body

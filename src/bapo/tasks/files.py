@@ -34,7 +34,7 @@ def files(
 
 
 def rows_of(train: str | None, test: str | None) -> dict[Split, Rows]:
-    """Of each file that is given. Raises ValueError where there is none."""
+    """Rows of each given file. Raises ValueError where there is none."""
     given: dict[Split, str | None] = {"train": train, "test": test}
     for split, path in given.items():
         if path is not None and (not (file := Path(path).expanduser()).is_file() or file.suffix not in BUILDERS):

@@ -1,4 +1,4 @@
-"""Whether two formulas are equal, by latex2sympy and math-verify.
+"""Equality of two formulas, by latex2sympy and math-verify.
 
 It may take forever, or all the memory there is: only `bapo.tasks.verify_worker` imports it.
 """
@@ -89,7 +89,7 @@ def _imaginary(match: re.Match[str]) -> str:
 
 @lru_cache(maxsize=256)
 def parse(text: str) -> Any:
-    """What sympy has for it; nothing is evaluated. Raises whatever the parser does."""
+    """Parses it into sympy; nothing is evaluated. Raises whatever the parser does."""
     text = normalize_latex(prepare(text), NORMALISATION)
     found = Parser(is_real=True, convert_degrees=True, config=CONVERSION).parse(text)
     parts = found.args if isinstance(found, FiniteSet) and len(found.free_symbols) == 1 else ()
@@ -112,7 +112,7 @@ def parse_side(side: str, text: str) -> Any:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Do the two formulas have one value? Closed forms to `DIGITS` digits, relative to their size, the rest by math-verify."""
+    """True if two formulas have one value. Closed forms to `DIGITS` digits, relative to their size, the rest by math-verify."""
     left, right = parse_side("gold", gold), parse_side("answer", answer)
     if not all(rounds_to(right, rounded) for rounded in split_rounded(answer)[1]):
         return False
@@ -130,7 +130,7 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def rounds_to(exact: Any, rounded: str) -> bool:
-    """Is `rounded`, a plain number, what `exact` is when it is rounded to its last digit, or cut off there?"""
+    """True if `rounded`, a plain number, is `exact` rounded to its last digit, or cut off there."""
     value, step = rational(rounded), last_digit(rounded)
     if value is None or step is None or not isinstance(exact, Expr) or exact.free_symbols:
         return False

@@ -20,7 +20,7 @@ from bapo.tasks.verify_worker import main
 
 
 def load() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What answers questions of two kinds: make the items [start, stop) of a data set, or score `answer` to item `index`."""
+    """Answers questions of two kinds: make the items [start, stop) of a data set, or score `answer` to item `index`."""
     import reasoning_gym
 
     @lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""What tasks on data sets have in common: questions with one right answer each, checked when they are read, and their judge."""
+"""Base of tasks on data sets: questions with one right answer each, checked when they are read, and their judge."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LISTED = 10
 
 
 class Judge(Protocol):
-    """What a right answer is. place: where in a response it has to be, for messages."""
+    """A kind of right answer. place: where in a response it has to be, for messages."""
 
     @property
     def place(self) -> str: ...
 
     def faults(self, golds: Sequence[str]) -> Mapping[int, str]:
-        """What is wrong with which gold, by its index."""
+        """Errors of golds, by index."""
         ...
 
     def rewards(self, responses: Sequence[str], golds: Sequence[str]) -> list[float | None]: ...
@@ -120,7 +120,7 @@ class Problems:
 
     @property
     def path(self) -> str:
-        """Of the first split."""
+        """Path of the first split."""
         return next(iter(self.rows.values())).path
 
     @property

@@ -87,7 +87,7 @@ class ReasoningGym:
         return self._train if split == "train" else self._test
 
     def verify(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float | None]:
-        """What the data set's own `score_answer` says of the answer of each response; None if it raised or took too long."""
+        """Rewards by the data set's own `score_answer` for the answer of each response; None if it raised or took too long."""
         questions = []
         for prompt, response in zip(prompts, responses, strict=True):
             split, index = prompt.uid.rsplit("/", 2)[1:]
@@ -100,7 +100,7 @@ class ReasoningGym:
         return [score if score is not None and math.isfinite(score) else None for score in scores]
 
     def answer(self, response: str) -> str | None:
-        """What is scored of a response; None if there is nothing."""
+        """The scored part of a response; None if it is empty."""
         said: str | None = response
         if self.answer_in == "box":
             said = last_box(response)
@@ -173,7 +173,7 @@ class ReasoningGym:
         return self.test_size if split == "test" else 2 * self.train_size + self.test_size
 
     def _about(self, split: str) -> dict[str, Any]:
-        """What tells a worker which data set is meant."""
+        """Identifies the data set to a worker."""
         first = random.Random(f"reasoning_gym/{self.seed}").randrange(STEP)
         seed = first + STEP * ("test", "train", "demonstrations").index(split)
         config = {**(self.config or {}), "seed": seed, "size": self._drawn(split)}

@@ -23,7 +23,7 @@ class BadRowError(ValueError):
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of one split are.
+    """Location of the rows of one split.
 
     path: a data set of the hub; or a local file, which is the split; or a local folder with a file of the split's name, or with
     a README.md that says where its splits are, as a snapshot of the hub has. split: as the data set calls it. name, revision:
@@ -51,7 +51,7 @@ class Rows:
         return loaded.select_columns(list(columns))
 
     def _source(self) -> dict[str, Any]:
-        """What to call `load_dataset` with, besides the split."""
+        """Arguments of `load_dataset`, besides the split."""
         local = Path(self.path).expanduser()
         if not local.exists():
             return {"path": self.path, "name": self.name, "revision": self.revision}
@@ -67,7 +67,7 @@ class Rows:
         return {"path": builders.pop(), "name": name, "data_files": {self.split: [str(file) for file in files]}}
 
     def _files_in(self, folder: Path) -> list[Path]:
-        """Of this split: `train.jsonl`, or `train-00000-of-00002.parquet` and its like, there or below a folder `data`."""
+        """Its files: `train.jsonl`, or `train-00000-of-00002.parquet` and its like, there or in a folder `data`."""
         for where in (folder, folder / "data"):
             if found := [file for suffix in BUILDERS if (file := where / f"{self.split}{suffix}").is_file()]:
                 return found
@@ -83,7 +83,7 @@ class Rows:
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """Of what is in the files."""
+    """Format of the files."""
     parts = []
     for file in files:
         with file.open("rb") as opened:

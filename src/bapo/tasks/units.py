@@ -1,4 +1,4 @@
-r"""What stands around a number and is not part of it: a unit, a currency, a percent sign, degrees, the base."""
+r"""Text around a number that is not part of it: a unit, a currency, a percent sign, degrees, the base."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def unit_name(words: str) -> str | None:
 
 
 def addable(unit: str | None) -> bool:
-    """May an answer have it where the gold has none? Units that are known, and at most one word that is not: a counted noun.
+    """True if an answer may have it where the gold has none: known units, and at most one other word, a noun.
 
     None, no unit, may be. A base may not: it makes another number of the digits.
     """

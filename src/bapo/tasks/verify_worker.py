@@ -26,7 +26,7 @@ KNOWN_PAIRS = ((r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}", True), ("(x+1)^2",
 
 
 def load() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What answers questions, tried out: with a parser of another version, the libraries would find nothing equal."""
+    """The answering function, tried out: with a parser of another version the libraries would find nothing equal."""
     from bapo.tasks import formulas  # half a second, and the point where a broken installation shows
 
     def parse_gold(gold: str) -> bool:

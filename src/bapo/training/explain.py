@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a policy. `parameters`: of the model without its adapter. What is held and trained: adapter included.
+    """Sizes of a policy. `parameters`: of the model without its adapter. What is held and trained: adapter included.
 
     widest: the larger of the residual stream (`hidden`) and the attention heads together; kv_width: key heads together.
     """
@@ -106,7 +106,7 @@ def data_lines(parts: Mapping[str, Any]) -> list[Line]:
 
 
 def responses_per_update(parts: Mapping[str, Any]) -> int:
-    """Of a round's own groups and those it replays, in its largest mini-batch."""
+    """Responses of the largest mini-batch: a round's own groups and those of the replay buffer."""
     rollout, schedule = parts["rollout"], parts["schedule"]
     groups = rollout.prompts_per_round + (schedule.replay.groups if schedule.replay else 0)
     return math.ceil(groups * rollout.group_size / schedule.minibatches_per_epoch)

@@ -1,1 +1,1 @@
-"""What watches a run from outside the loop."""
+"""Callbacks of a run."""

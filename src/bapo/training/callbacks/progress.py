@@ -1,4 +1,4 @@
-"""How far a run is: a live display on a terminal, one plain line per round everywhere else."""
+"""Progress of a run: a live display on a terminal, one plain line per round everywhere else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def clock(seconds: float) -> str:
 
 @dataclass
 class Pace:
-    """Where the run stands and how fast it goes. Seconds are those of `now()`."""
+    """Position and speed of the run. Seconds are those of `now()`."""
 
     now: Callable[[], float]
     max_epochs: int

@@ -1,4 +1,4 @@
-"""How old the tokens of a round are, as a histogram."""
+"""Staleness of a round's tokens as a histogram."""
 
 from __future__ import annotations
 
