@@ -248,7 +248,7 @@ def test_a_bound_that_keeps_every_older_group_out_is_refused(extra, lag, least, 
 
 def test_a_lag_that_no_round_will_have_is_said(small, caplog):
     parts_of(*small, "schedule.lag=3", "trainer.max_rounds=3")
-    assert "schedule.lag is 3 and trainer.max_rounds 3: no round trains on data that old" in caplog.text
+    assert "schedule.lag is 3, trainer.max_rounds 3: no round trains on data that stale" in caplog.text
 
 
 def test_overlap_without_lag_is_refused():

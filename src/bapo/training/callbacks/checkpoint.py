@@ -54,7 +54,9 @@ class Checkpoints(ModelCheckpoint):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """A failed engine takes no update with it: what was trained since the last checkpoint is saved."""
         if isinstance(exception, EngineError):
-            self._save_newest(trainer, between=trainer.is_last_batch)
+            batches = trainer.fit_loop.epoch_loop.batch_progress.current  # in an evaluation the last batch is not completed
+            between = trainer.is_last_batch and batches.completed == batches.processed
+            self._save_newest(trainer, between)
 
     def _save_newest(self, trainer: L.Trainer, between: bool) -> None:
         """Saves unless that is done. between: two epochs; the one before is saved as at its last update, like all others."""
