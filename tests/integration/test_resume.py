@@ -296,7 +296,7 @@ def test_a_run_is_found_from_another_directory_and_under_any_name(small, tmp_pat
 
 
 def test_resume_goes_on_in_its_own_folder_only(uninterrupted, tmp_path):
-    with pytest.raises(ValueError, match=r"neither -m nor hydra.run.dir goes with it"):
+    with pytest.raises(ValueError, match=r"neither -m nor hydra.run.dir fits"):
         run_experiment(tmp_path, f"resume={uninterrupted}")
 
 
