@@ -54,7 +54,8 @@ class Checkpoints(ModelCheckpoint):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """A failed engine takes no update with it: what was trained since the last checkpoint is saved."""
         if isinstance(exception, EngineError):
-            batches = trainer.fit_loop.epoch_loop.batch_progress.current  # in an evaluation the last batch is not completed
+            batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+            # In an evaluation after the last batch, that batch is not completed yet.
             between = trainer.is_last_batch and batches.completed == batches.processed
             self._save_newest(trainer, between)
 
