@@ -207,7 +207,6 @@ def test_the_files_of_all_ranks_become_one_update(tmp_path):
     assert record.staleness.tolist() == [[1, 2], [7, 1], [10, 2], [7, 1]]
     assert (record.by_side == 11).all()
     assert (record.entropy_by_ratio == 11).all()
-    assert record.entropy_of_rows().tolist() == [1, 5, 10, 23]
 
 
 def test_what_is_missing_or_damaged_is_said_in_a_line(tmp_path):
@@ -374,22 +373,22 @@ def test_the_parts_of_an_update_make_its_record():
 # Entropy.
 
 
-def entropy_record(step: int, epoch: int, rows: list[int], entropy: list[list[float]], logged: float) -> UpdateRecord:
+def entropy_record(step: int, epoch: int, rows: list[int], entropy: list[list[float]], logged: float) -> tuple:
     facts = {"step": step, "round": 0, "epoch": epoch, "entropy": logged, "entropy_clip_cov": step / 10}
     lengths = np.array(list(map(len, entropy)), np.int32)
     tokens = np.array([value for row in entropy for value in row], np.float32)
     places = np.array([[0, row] for row in rows], np.int32)
-    return replace(small_record(), facts=facts, rows=places, lengths=lengths, entropy=tokens)
+    return facts, places, lengths, tokens
 
 
 def test_entropy_changes_by_hand():
     """Rows 0 and 1 are trained on in updates 1 and 2, then in the next epoch in 4 and 3, then one of them two epochs later."""
     changes = EntropyChanges()
-    changes.add(entropy_record(1, 0, [0, 5], [[1.0, 2.0], [9.0]], 1.0))
-    changes.add(entropy_record(2, 0, [1], [[4.0]], 1.5))
-    changes.add(entropy_record(3, 1, [1], [[3.0]], 1.25))
-    changes.add(entropy_record(4, 1, [0], [[0.5, 1.0]], 1.0))
-    changes.add(entropy_record(5, 3, [0, 5], [[0.0, 0.0], [0.0]], 0.5))
+    changes.add(*entropy_record(1, 0, [0, 5], [[1.0, 2.0], [9.0]], 1.0))
+    changes.add(*entropy_record(2, 0, [1], [[4.0]], 1.5))
+    changes.add(*entropy_record(3, 1, [1], [[3.0]], 1.25))
+    changes.add(*entropy_record(4, 1, [0], [[0.5, 1.0]], 1.0))
+    changes.add(*entropy_record(5, 3, [0, 5], [[0.0, 0.0], [0.0]], 0.5))
     same = changes.same_rows()
     assert same[0] == pytest.approx((1.5 - 3.0) / 3 / 2)  # three updates later, over the two tokens of row 0
     assert same[1] == pytest.approx(3.0 - 4.0)

@@ -239,7 +239,7 @@ def test_a_folder_without_samples_is_named(folder: Path, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"samples.jsonl is damaged"):
         read_samples(folder)
     (folder / "samples.jsonl").unlink()
-    with pytest.raises(ValueError, match="it is no folder of a run or an evaluation"):
+    with pytest.raises(ValueError, match="it is not the folder of a run or an evaluation"):
         read_samples(folder)
     (folder / "config.yaml").touch()
     with pytest.raises(ValueError, match=r"callbacks\.samples was null, or the run has made no update yet"):

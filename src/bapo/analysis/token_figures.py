@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,10 +14,11 @@ from matplotlib.figure import Figure
 
 from bapo.analysis.figures import COLOURS, STYLE, new_figure, save
 from bapo.records.clipping import PROBABILITY_EDGES, RATIO_EDGES
-from bapo.records.files import FOLDER, UpdateRecord, check_complete, load_update
+from bapo.records.files import FOLDER, Array, check_complete, load_arrays
 
 RATIO_TICKS = (0.125, 0.25, 0.5, 1, 2, 4, 8)
 NEGATIVE, POSITIVE, BELOW, ABOVE = 0, 2, 0, 2  # places in `by_side`
+ARRAYS = ("rows", "lengths", "entropy", "staleness", "by_side", "histogram", "entropy_by_ratio")
 SIGN_LABELS = {POSITIVE: "A > 0", NEGATIVE: "A < 0"}
 
 
@@ -37,22 +38,24 @@ class EntropyChanges:
     _last: dict[tuple[int, ...], tuple[int, int, float]] = field(default_factory=dict)
     _epoch: int = -1
 
-    def add(self, record: UpdateRecord) -> None:
-        epoch, index = int(record.facts["epoch"]), len(self.steps)
-        self.steps.append(record.step)
-        self.covariances.append(record.facts["entropy_clip_cov"])
-        self.entropies.append(record.facts["entropy"])
+    def add(self, facts: Mapping[str, float], rows: Array, lengths: Array, entropy: Array) -> None:
+        """Take the next update; arguments as in `UpdateRecord`."""
+        epoch, step, index = int(facts["epoch"]), int(facts["step"]), len(self.steps)
+        self.steps.append(step)
+        self.covariances.append(facts["entropy_clip_cov"])
+        self.entropies.append(facts["entropy"])
         self._changes.append(0.0)
         self._tokens.append(0)
         if epoch > self._epoch:  # each epoch is compared with the one before it only
             self._last = {place: last for place, last in self._last.items() if last[1] == epoch - 1}
             self._epoch = epoch
-        totals = record.entropy_of_rows().tolist()
-        for place, total, tokens in zip(map(tuple, record.rows.tolist()), totals, record.lengths.tolist(), strict=True):
+        row_of_token = np.repeat(np.arange(len(lengths)), lengths)
+        totals = np.bincount(row_of_token, weights=entropy.astype(np.float64), minlength=len(lengths)).tolist()
+        for place, total, tokens in zip(map(tuple, rows.tolist()), totals, lengths.tolist(), strict=True):
             before = self._last.get(place)
             if before is not None and before[1] == epoch - 1:
                 then, _, total_then = before
-                self._changes[then] += (total - total_then) / (record.step - self.steps[then])
+                self._changes[then] += (total - total_then) / (step - self.steps[then])
                 self._tokens[then] += tokens
             self._last[place] = (index, epoch, total)
 
@@ -94,14 +97,14 @@ def summarise(run_dir: Path) -> TokenSummary:
     summary = TokenSummary()
     folder = run_dir / FOLDER
     for step in check_complete(folder):
-        record = load_update(folder, step)
+        facts, arrays = load_arrays(folder, step, ARRAYS)
         summary.steps.append(step)
-        summary.shares.append(record.by_side / max(1, record.facts["tokens"]))
-        summary.bounds.append((record.facts["clip_low"], record.facts["clip_high"]))
-        summary.histogram = summary.histogram + record.histogram.astype(np.int64)
-        summary.entropy_by_ratio = summary.entropy_by_ratio + record.entropy_by_ratio
-        summary.staleness.append(record.staleness)
-        summary.changes.add(record)
+        summary.shares.append(arrays["by_side"] / max(1, facts["tokens"]))
+        summary.bounds.append((facts["clip_low"], facts["clip_high"]))
+        summary.histogram = summary.histogram + arrays["histogram"].astype(np.int64)
+        summary.entropy_by_ratio = summary.entropy_by_ratio + arrays["entropy_by_ratio"]
+        summary.staleness.append(arrays["staleness"])
+        summary.changes.add(facts, arrays["rows"], arrays["lengths"], arrays["entropy"])
     return summary
 
 

@@ -51,11 +51,6 @@ class UpdateRecord:
     def round(self) -> int:
         return int(self.facts["round"])
 
-    def entropy_of_rows(self) -> Array:
-        """Sum the entropy over each sequence's trained tokens, float64 [B]."""
-        row = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        return np.bincount(row, weights=self.entropy.astype(np.float64), minlength=len(self.lengths))
-
 
 ARRAYS = tuple(f.name for f in fields(UpdateRecord) if f.name != "facts")
 ADDED = ("by_side", "histogram", "entropy_by_ratio")
