@@ -34,7 +34,7 @@ vllm: $(VLLM) ## Install what rollout=vllm needs: on a machine without a GPU vLL
 test: lint $(VLLM) ## Install what is needed, lint, and run all tests: make test ARGS='-k losses'
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
-unit: $(DEV) ## Run the unit tests: a minute, without vLLM
+unit: $(DEV) ## Run the unit tests, without vLLM
 	$(BIN)/python -m pytest tests/unit --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(DEV) ## Check style, format and types
