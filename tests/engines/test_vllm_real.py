@@ -144,6 +144,11 @@ def lora_policy(folder: Path, seed: int) -> CausalLMPolicy:
     return CausalLMPolicy(model, TEMPERATURE)
 
 
+def load_base(engine: LocalVLLM, tokenizer) -> None:
+    """Full weights of an earlier test away: a native adapter is added to the weights that the engine started with."""
+    engine.load_weights(CausalLMPolicy(new_model(tokenizer, tied=False)).named_weights(), 0)
+
+
 def test_a_merged_adapter_reaches_vllm(untied, tokenizer):
     engine, folder = untied
     policy = lora_policy(folder, seed=1)
@@ -155,6 +160,7 @@ def test_a_merged_adapter_reaches_vllm(untied, tokenizer):
 
 def test_an_adapter_reaches_vllm_natively_at_every_version(untied, tokenizer):
     engine, folder = untied
+    load_base(engine, tokenizer)
     for version in range(3):
         policy = lora_policy(folder, seed=version)
         adapter = policy.adapter()
@@ -171,6 +177,7 @@ def gap_of_the_check(engine, policy: CausalLMPolicy, tokenizer) -> float:
 
 def test_the_sync_check_sees_a_base_model_in_place_of_the_adapter(untied, tokenizer):
     engine, folder = untied
+    load_base(engine, tokenizer)
     policy = lora_policy(folder, seed=5)
     adapter = policy.adapter()
     assert adapter is not None

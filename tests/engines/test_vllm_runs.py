@@ -167,7 +167,7 @@ def test_a_run_that_generates_in_the_background_has_the_data_of_one_that_does_no
     trained = [row for row in rows(tmp_path / "background") if row.get("policy/loss")]
     assert max(float(row["policy/ratio_max"]) for row in trained) > 1.1  # the versions differ by more than the two sides do
     for update, row in enumerate(trained):
-        assert float(row["staleness/max"]) == max(load_update(tmp_path / "background" / "updates", update + 1).ages[:, 0])
+        assert float(row["staleness/max"]) == max(load_update(tmp_path / "background" / "updates", update + 1).staleness[:, 0])
         assert float(row["staleness/max"]) >= update % 4 + 4 * min(1, update // 4)
 
 

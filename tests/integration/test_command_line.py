@@ -169,7 +169,7 @@ def test_a_secret_on_the_command_line_is_refused(tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         (["modle.lr=1"], 2, "error: unknown key 'modle.lr'; nearest: 'optimizer.lr'"),
-        (["optimizer.lr=0"], 2, "error: optimizer.lr is 0; it must be > 0 and finite"),
+        (["optimizer.lr=0"], 2, "error: optimizer.lr is 0; it must be a number > 0 and finite"),
         (["-m", "seed=-1,-2"], 2, "error: seed is -1; it must be in [0, 4294967295]"),
         (["+hydra.run.dri=x"], 2, "error: unknown key 'hydra.run.dri'; Hydra knows here: dir"),
         (

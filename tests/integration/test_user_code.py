@@ -121,7 +121,6 @@ def test_a_wrong_key_of_a_users_own_class_is_named(folder: Path) -> None:
 
 
 def test_optuna_gets_the_optimized_metric(tmp_path: Path, cache_dir: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     sizes = shrunk("sweep=optuna", cache_dir=cache_dir)[1:]
     done = train(tmp_path, "-m", "sweep=optuna", "hydra.sweeper.n_trials=2", "callbacks.report=null", *sizes)
     assert done.returncode == 0, done.stderr
