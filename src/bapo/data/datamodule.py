@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from bapo.data.background import Background
+from bapo.data import background
 from bapo.engines.sync_check import PROMPTS, check_sync, sync_gap
 from bapo.protocols import PolicyHandle
 from bapo.rollouts.collector import Collector
@@ -52,10 +53,10 @@ class EpochLoader:
 
 class RolloutDataModule(L.LightningDataModule):
     """Epoch n trains on the pool of round n // E. A pool is a file in `rounds_dir`: there -> loaded, not there -> collected.
-    With `schedule.lag` k the pools up to round n + k are collected before round n. So `train_dataloader` may be called any
-    number of times, and a resumed run keeps its calendar. `connect` gives it the policy
-    in training; `on_phase` is told "refill", "eval" and "train" as they begin. sync_tolerance: how far, in nats, the engine's
-    log-probs may be from the policy's.
+
+    With `schedule.lag` k the pools up to round n + k are collected before round n. So `train_dataloader` is idempotent, and a
+    resumed run keeps its calendar. `connect` gives it the policy in training; `on_phase` is told "refill", "eval" and "train"
+    as they begin. sync_tolerance: nats by which the engine's log-probs may differ from the policy's.
     """
 
     def __init__(self, collector: Collector, schedule: Schedule, rounds_dir: Path, seed: int, sync_tolerance: float):
@@ -67,14 +68,14 @@ class RolloutDataModule(L.LightningDataModule):
         self.sync_tolerance = sync_tolerance
         self.policy: PolicyHandle | None = None
         self.on_phase: Callable[[str], None] = lambda phase: None
-        self.newest = -1  # the newest round there has been; with the checkpoint it says which files must exist
+        self.newest = -1  # round whose pool is filed; a checkpoint with it needs the files up to here
         self._pool: Pool | None = None
         self._finish_background: Callable[[], None] | None = None
-        self._background: Background[RoundState] | None = None
+        self._background: concurrent.futures.Future[RoundState] | None = None
         self._group: Any = None
 
     def state_dict(self) -> dict[str, int]:
-        self.wait_for_background()  # from a checkpoint the pool could not be drawn again by the same policy
+        self.wait_for_background()  # a later policy could not generate the same pool
         return {"newest": self.newest}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -84,9 +85,9 @@ class RolloutDataModule(L.LightningDataModule):
         self.policy = policy
 
     def sync_engine(self, ranks: Ranks) -> dict[str, float]:
-        """Hands the policy's weights to the engine and has it prove that it serves them. Returns what the sync measured.
+        """Loads the policy's weights into the engine and checks that it serves them. Returns the sync's metrics.
 
-        Raises EngineError, on every rank, where the proof fails.
+        Raises EngineError, on every rank, if the check fails.
         """
         assert self.policy is not None, "connect a policy first"
         self.wait_for_background()
@@ -95,24 +96,25 @@ class RolloutDataModule(L.LightningDataModule):
         collector, policy = self.collector, self.policy
         sampling, pad_id = collector.options.sampling, int(collector.tokenizer.pad_token_id)
         prompts = [collector.options.prompt.encode(collector.tokenizer, p) for p in collector.prompts[:PROMPTS]]
-        found = max(ranks.gather_from(lambda: sync_gap(collector.engine, policy, prompts, sampling, pad_id)))
-        check_sync(found, self.sync_tolerance, sampling.temperature, policy.version())
-        return {"time/sync": time.perf_counter() - start, "mismatch/probe_max_diff": found}
+        gap = max(ranks.gather_from(lambda: sync_gap(collector.engine, policy, prompts, sampling, pad_id)))
+        check_sync(gap, self.sync_tolerance, sampling.temperature, policy.version())
+        return {"time/sync": time.perf_counter() - start, "mismatch/probe_max_diff": gap}
 
     def _load_engine(self, ranks: Ranks) -> None:
         assert self.policy is not None
-        engine: Any = self.collector.engine
-        version = self.policy.version()
-        if getattr(engine, "shared", False) and ranks.rank > 0:
+        engine, version = self.collector.engine, self.policy.version()
+        if engine.shared and ranks.rank > 0:
             engine.set_version(version)
-        elif getattr(engine, "takes_adapter", False):
-            engine.load_adapter(self.policy.adapter(), version)
+        elif engine.takes_adapter:
+            adapter = self.policy.adapter()
+            assert adapter is not None, "the config check refuses lora_sync native without an adapter"
+            engine.load_adapter(adapter, version)
         else:
             engine.load_weights(self.policy.named_weights(), version)
 
     def rest_engine(self) -> None:
-        """Nothing will be drawn until the next sync: an engine on the trainer's own device can free its memory."""
-        getattr(self.collector.engine, "sleep", lambda: None)()
+        """Lets an engine on the trainer's own device free its memory until the next sync."""
+        self.collector.engine.sleep()
 
     def train_dataloader(self) -> EpochLoader:
         assert self.trainer is not None
@@ -132,9 +134,9 @@ class RolloutDataModule(L.LightningDataModule):
         return EpochLoader(minibatches)
 
     def pool(self, round_index: int, ranks: Ranks) -> Pool:
-        """The pool of a round: the one in hand, else from its file, else collected now and filed, with those that are due.
+        """The pool of a round: the one in memory, else from its file, else collected now, with those that are due.
 
-        With `schedule.overlap` the last of those is drawn while the policy trains on this one.
+        With `schedule.overlap` the last of those is generated while the policy trains on this one.
         """
         if self._pool is None or self._pool.meta["round"] != round_index:
             assert self.trainer is not None
@@ -142,8 +144,8 @@ class RolloutDataModule(L.LightningDataModule):
             last = self.schedule.round_of(self.trainer.max_epochs - 1)  # type: ignore[operator]
             due = range(round_index, min(round_index + self.schedule.lag, last) + 1)
             self._pool = self._filed(round_index)
-            ahead = [index for index in due[1:] if index > self.newest and self._filed(index) is None]
-            missing = ahead if self._pool else [round_index, *ahead]
+            later = [index for index in due[1:] if index > self.newest and self._filed(index) is None]
+            missing = later if self._pool else [round_index, *later]
             for pool in self._refill(missing, round_index, ranks) if missing else ():
                 self._pool = pool if pool.meta["round"] == round_index else self._pool
             self.newest = max(self.newest, due[-1] - (self._finish_background is not None))
@@ -161,28 +163,22 @@ class RolloutDataModule(L.LightningDataModule):
         except ValueError as error:
             if round_index <= self.newest:
                 raise
-            log.warning("%s; nothing has been trained on it, so it is drawn again", error)
+            log.warning("%s; nothing has been trained on it, so it is generated again", error)
             return None
 
     def _refill(self, rounds: list[int], now: int, ranks: Ranks) -> Iterator[Pool]:
-        """Collects and files the pools of `rounds`, in order, by the policy as it is, with one sync.
+        """Collects and files the pools of `rounds`, in order, by the present policy, with one sync.
 
-        With `schedule.overlap` the last is only begun, unless it is that of round `now`.
+        With `schedule.overlap` the last one is begun in the background, unless it is that of round `now`.
         """
         assert self.policy is not None, "connect a policy first"
         first = rounds[0]
         before = load_meta(self.rounds_dir, first - 1) if first else {}
-        # A round drawn again would come from a later policy; the round before says where in the prompts to go on.
+        # A later policy would not generate the same round; the round before holds the place in the prompt order.
         if first <= self.newest or before is None:
             missing = first if first <= self.newest else first - 1
             raise FileNotFoundError(f"{self.rounds_dir} holds no complete round {missing}; a run needs its rounds to resume")
-        updates, lag = self.schedule.updates_per_round, self.schedule.lag
-        if younger := [index for index in rounds if self.policy.version() > updates * max(0, index - lag)]:
-            log.warning(
-                "rounds %d to %d are drawn after update %d, so they are younger than schedule.lag=%d asks: the run was made "
-                "longer, or stopped while they were drawn",
-                younger[0], younger[-1], self.policy.version(), lag,
-            )  # fmt: skip
+        self._warn_of_late(rounds, self.policy.version())
         self.on_phase("refill")
         sync = self.sync_engine(ranks)
         seconds = sync.pop("time/sync")
@@ -199,15 +195,24 @@ class RolloutDataModule(L.LightningDataModule):
             yield pool
         self.rest_engine()
 
+    def _warn_of_late(self, rounds: list[int], version: int) -> None:
+        updates, lag = self.schedule.updates_per_round, self.schedule.lag
+        if late := [index for index in rounds if version > updates * max(0, index - lag)]:
+            log.warning(
+                "rounds %d to %d are generated after update %d, so they are less stale than schedule.lag=%d asks: the run was "
+                "made longer, or stopped while they were generated",
+                late[0], late[-1], version, lag,
+            )  # fmt: skip
+
     def _file(self, pool: Pool, facts: dict[str, float], ranks: Ranks) -> None:
         """Writes a pool, with `facts` measured outside the collector."""
         timing = {name: value for name, value in facts.items() if name.startswith("time/")}
         pool.meta["timing"] |= timing
         pool.meta["metrics"] |= {name: value for name, value in facts.items() if name not in timing}
-        pool.meta["metrics"] |= getattr(self.collector.engine, "counters", {})
+        pool.meta["metrics"] |= self.collector.engine.counters
         if ranks.rank == 0:
             pool.save(self.rounds_dir)
-        ranks.gather(None)  # nobody goes on before the file is there
+        ranks.gather(None)  # a barrier: the file is there for every rank
 
     def _generate_in_background(
         self,
@@ -218,19 +223,19 @@ class RolloutDataModule(L.LightningDataModule):
         facts: dict[str, float],
         ranks: Ranks,
     ) -> None:
-        """Begins to draw a pool in a thread. `settle` has it scored by the weights that draw it, and filed."""
+        """Begins to generate a pool in a thread; `wait_for_background` adds the log-probs of a snapshot and files it."""
         assert self.policy is not None
         policy = self.policy.snapshot()
         if ranks.world > 1 and self._group is None:  # training has the default group to itself
             self._group = torch.distributed.new_group(backend="gloo")
         apart = replace(ranks, group=self._group)
-        self._background = work = Background(
+        self._background = work = background.start(
             lambda: self.collector.generate(index, before, policy.version(), least_rows, apart, unfinished)
         )
 
         def finish() -> None:
             start = time.perf_counter()
-            state, self._background = work.result(), None
+            state, self._background = background.result_of(work), None
             pool = self.collector.finish(state, before, policy, ranks)
             self._file(pool, facts | {"time/wait": time.perf_counter() - start}, ranks)
             self.newest = max(self.newest, index)
@@ -239,16 +244,16 @@ class RolloutDataModule(L.LightningDataModule):
         self._finish_background = finish
 
     def wait_for_background(self) -> None:
-        """Waits for the pool that is drawn beside the training, if one is, and files it."""
+        """Waits for the pool that is generated in the background, if there is one, and files it."""
         finish, self._finish_background = self._finish_background, None
         if finish is not None:
             finish()
 
     def abandon(self) -> None:
-        """Ends a draw that nobody will wait for: a process must not end under a thread that computes."""
+        """Ends generation in the background without its pool: a process must not end under a thread that computes."""
         if self._background is not None:
             self.collector.engine.close()
-            self._background.wait(60)
+            concurrent.futures.wait([self._background], timeout=60)
             self._background = self._finish_background = None
 
     def teardown(self, stage: str) -> None:
