@@ -1,4 +1,4 @@
-"""Partial rollouts: spans of one response by several policies, and the books that must balance."""
+"""Partial rollouts: spans of one response by several policies, and bookkeeping that must balance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bapo.advantages import GroupRelativeAdvantage
 from bapo.module import BapoModule
 from bapo.protocols import Engine, EngineError
 from bapo.rollouts.collector import Collector, RolloutOptions
-from bapo.rollouts.groups import Group, PartialRollouts, load_groups, save_groups
+from bapo.rollouts.groups import Group, PartialRollouts, extend, load_groups, save_groups
 from bapo.rollouts.pool import load_pool, load_unfinished
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import prompt_slots
@@ -54,7 +54,7 @@ class SpanEngine(Engine):
 
 
 class VersionPolicy(FixedPolicy):
-    """TokenStats every token with minus its version."""
+    """Gives every token minus its version as log-prob."""
 
     def token_stats(self, batch):
         return TokenStats(
@@ -119,8 +119,8 @@ def test_a_response_of_two_spans_keeps_what_each_policy_said(tokenizer):
     assert list(resumed[0].input_ids) == [*prompt, 2, 3, 4, 5]
     assert batch.input_ids[row][mask].tolist() == [2, 3, 4, 5, 6, 7, eos]
     assert batch.policy_version[row][mask].tolist() == [3, 3, 3, 3, 5, 5, 5]
-    said = torch.tensor([-3 - t / 100 for t in range(4)] + [-5 - t / 100 for t in range(4, 7)])
-    assert torch.equal(batch.sampler_logprobs[row][mask], said)
+    logprobs = torch.tensor([-3 - t / 100 for t in range(4)] + [-5 - t / 100 for t in range(4, 7)])
+    assert torch.equal(batch.sampler_logprobs[row][mask], logprobs)
     assert batch.behaviour_logprobs[row][mask].tolist() == [-3.0] * 4 + [-5.0] * 3
     assert batch.behaviour_entropy[row][mask].tolist() == [3.0] * 4 + [5.0] * 3
     assert max(task.judged.values()) == 1
@@ -134,39 +134,39 @@ def test_the_last_span_asks_for_what_is_left_only(tokenizer):
     engine.load_weights([], 0)
     pool = made.collect(0, {}, VersionPolicy(0), 4, Ranks())
     by_length = Counter((len(r.response_ids), limit) for r, limit in engine.asked if r.sample_index == 1)
-    assert by_length == {(0, 5): 6, (5, 5): 4, (10, 2): 2}  # two groups are begun with every draw
+    assert by_length == {(0, 5): 6, (5, 5): 4, (10, 2): 2}  # two groups are begun with every attempt
     lengths = pool.batch.response_mask.sum(dim=1)
     assert sorted(lengths.tolist()) == [1, 1, 12, 12]
     assert len({r.seed for r, _ in engine.asked}) == len(engine.asked)
 
 
-def test_a_span_is_what_one_policy_drew_however_often_it_was_asked(tokenizer):
+def test_tokens_of_one_policy_are_one_span_however_many_requests_they_take(tokenizer):
     engine = SpanEngine(lambda r: 11 if r.sample_index else 10, tokenizer.eos_token_id)
     engine.load_weights([], 0)
     pool = collector(engine, tokenizer, Length(), PartialRollouts(4, max_spans=2)).collect(0, {}, VersionPolicy(0), 4, Ranks())
-    assert len(engine.asked) == 4 + 8 + 12  # two more groups of two with every draw
+    assert len(engine.asked) == 4 + 8 + 12  # two more groups of two with every attempt
     assert pool.meta["metrics"]["partial/spans_max"] == 1
     assert pool.meta["metrics"]["partial/dropped_groups"] == 0
     assert len(pool.rows) == 4
 
 
 def test_every_round_begins_as_many_groups_and_none_trains_on_the_shortest_alone(tokenizer):
-    """Nine of ten responses take three spans: the first round goes on until it has half of a usual pool."""
+    """Nine of ten responses take three spans: the first round generates until it has half of a usual pool."""
     engine = SpanEngine(
         lambda r: 2 + r.sample_index if r.uid.startswith("echo/3@") else 9 + r.sample_index, tokenizer.eos_token_id
     )
     made = collector(engine, tokenizer, Length(), PartialRollouts(4), prompts_per_round=10, max_attempts=5)
-    before, carried, drawn = {}, (), []
+    before, unfinished, counts = {}, (), []
     for round_index in range(5):
         engine.load_weights([], 4 * round_index)
-        pool = made.collect(round_index, before, VersionPolicy(4 * round_index), 2, Ranks(), carried)
-        before, carried = pool.meta, pool.unfinished
-        drawn.append((before["next_prompt"], len(pool.rows) // 2, len(carried)))
-    # (begun so far, trained on, pending): three draws for the first pool; then as many are trained on as are begun.
-    assert drawn == [(30, 12, 18), (40, 10, 18), (50, 10, 18), (60, 10, 18), (70, 10, 18)]
+        pool = made.collect(round_index, before, VersionPolicy(4 * round_index), 2, Ranks(), unfinished)
+        before, unfinished = pool.meta, pool.unfinished
+        counts.append((before["next_prompt"], len(pool.rows) // 2, len(unfinished)))
+    # (begun so far, trained on, unfinished): three attempts for the first pool; then as many are trained on as are begun.
+    assert counts == [(30, 12, 18), (40, 10, 18), (50, 10, 18), (60, 10, 18), (70, 10, 18)]
 
 
-def test_a_group_that_too_many_policies_have_left_unfinished_is_given_up(tokenizer):
+def test_a_group_that_is_unfinished_after_too_many_policies_is_dropped(tokenizer):
     """Round 0 has a group of short responses and one of long ones; two policies give a long one eight tokens."""
     short: list[str] = []
 
@@ -185,41 +185,39 @@ def test_a_group_that_too_many_policies_have_left_unfinished_is_given_up(tokeniz
     second = made.collect(1, first.meta, VersionPolicy(4), 2, Ranks(), first.unfinished)
     assert second.meta["metrics"]["partial/dropped_groups"] == 1
     assert second.meta["metrics"]["partial/dropped_length_mean"] == 8
-    assert second.meta["metrics"]["partial/trained_length_mean"] == 2.5  # giving up favours short answers
+    assert second.meta["metrics"]["partial/trained_length_mean"] == 2.5  # dropping favours short answers
     assert "partial/dropped_reward_mean" not in second.meta["metrics"]  # none of them was finished
     assert second.unfinished == ()
 
 
 @pytest.mark.parametrize(("version", "limit", "dropped"), [(7, 2, [4]), (7, 0, [4, 5, 6]), (7, None, [])])
-def test_what_is_too_old_is_given_up_whole(tokenizer, version, limit, dropped):
+def test_groups_that_are_too_stale_are_dropped_whole(tokenizer, version, limit, dropped):
     engine = SpanEngine(lambda r: 6 if r.sample_index else 2, tokenizer.eos_token_id)
     made = collector(engine, tokenizer, Length(), PartialRollouts(tokens_per_round=4), prompts_per_round=1)
     made.most_staleness = limit
-    carried: list[Group] = []
+    unfinished: list[Group] = []
     for at, old in enumerate((4, 5, 6, 7)):
         engine.load_weights([], old)
-        begun = Group_of(made, at, engine)
-        carried.append(begun)
+        begun = begun_group(made, at, engine)
+        unfinished.append(begun)
     engine.load_weights([], version)
     made.options = replace(made.options, prompts_per_round=4)
-    pool = made.collect(1, {"next_prompt": 4}, VersionPolicy(version), 2, Ranks(), carried)
+    pool = made.collect(1, {"next_prompt": 4}, VersionPolicy(version), 2, Ranks(), unfinished)
     oldest = {
         uid: int(pool.batch.policy_version[i][pool.batch.response_mask[i]].min())
         for i, (uid, k, _) in enumerate(pool.rows)
         if k
     }
-    kept = sorted(oldest[group.uid] for group in carried if group.uid in oldest)
+    kept = sorted(oldest[group.uid] for group in unfinished if group.uid in oldest)
     assert kept == [v for v in (4, 5, 6, 7) if v not in dropped]
     assert pool.meta["metrics"]["partial/dropped_groups"] == len(dropped)
     assert pool.meta["metrics"]["partial/dropped_length_mean"] == (3 if dropped else 0)  # (2 + 4) / 2
-    # Of a group given up one response was finished: two tokens, a text and EOS, for which `Length` gives its length.
+    # Of a dropped group one response was finished: two tokens, a text and EOS, for which `Length` gives its length.
     text = tokenizer.decode([2], skip_special_tokens=True)
     assert pool.meta["metrics"].get("partial/dropped_reward_mean") == (len(text) if dropped else None)
 
 
-def Group_of(made: Collector, position: int, engine) -> Group:
-    from bapo.rollouts.groups import extend
-
+def begun_group(made: Collector, position: int, engine) -> Group:
     new = made._new_group(made.prompts[position], 7)
     (group,) = extend(engine, [new], made.options.sampling, lambda uid, index, tokens: 1000 * position + index, 4)
     return group
@@ -229,7 +227,7 @@ def test_groups_come_back_from_their_file_as_they_were(tokenizer, tmp_path):
     engine = SpanEngine(lambda r: 9 if r.sample_index else 2, tokenizer.eos_token_id)
     engine.load_weights([], 3)
     made = collector(engine, tokenizer, Length(), PartialRollouts(tokens_per_round=4))
-    groups = [Group_of(made, position, engine) for position in range(3)]
+    groups = [begun_group(made, position, engine) for position in range(3)]
     groups = [
         replace(g, samples=tuple(replace(s, policy_stats=torch.rand(3, len(s.response_ids))) for s in g.samples))
         for g in groups
@@ -254,7 +252,7 @@ def test_groups_come_back_from_their_file_as_they_were(tokenizer, tmp_path):
     most_staleness=st.none() | st.integers(0, 8),
     loses=st.booleans(),
 )
-def test_every_group_begun_is_trained_filtered_dropped_lost_or_pending(
+def test_every_group_begun_is_trained_filtered_dropped_incomplete_or_unfinished(
     tokenizer, seed, tokens, max_spans, most_staleness, loses
 ):
     """`RoundState.check_balance` asserts it in every round; here over random lengths and losses, counted again."""
@@ -274,12 +272,12 @@ def test_every_group_begun_is_trained_filtered_dropped_lost_or_pending(
         max_attempts=20,
     )
     made.most_staleness = most_staleness
-    before, carried, seen = {}, (), Counter()
+    before, unfinished, seen = {}, (), Counter()
     fate: Counter[str] = Counter()
     for round_index in range(4):
         engine.load_weights([], 4 * round_index)
         try:
-            pool = made.collect(round_index, before, VersionPolicy(4 * round_index), 3, Ranks(), carried)
+            pool = made.collect(round_index, before, VersionPolicy(4 * round_index), 3, Ranks(), unfinished)
         except RuntimeError:  # a round is never empty in silence
             assert max_spans is not None or most_staleness is not None or loses
             return
@@ -291,10 +289,10 @@ def test_every_group_begun_is_trained_filtered_dropped_lost_or_pending(
         fate["trained"] += len(trained)
         fate["filtered"] += int(metrics["rollout/groups_generated"]) - len(trained)
         fate["dropped"] += int(metrics["partial/dropped_groups"])
-        fate["lost"] += int(metrics["rollout/groups_lost"])
-        before, carried = pool.meta, pool.unfinished
+        fate["incomplete"] += int(metrics["rollout/groups_lost"])
+        before, unfinished = pool.meta, pool.unfinished
     assert max(seen.values()) == 1
-    assert sum(fate.values()) + len(carried) == before["next_prompt"]
+    assert sum(fate.values()) + len(unfinished) == before["next_prompt"]
 
 
 def test_truncated_responses_can_count_in_their_group_without_being_trained_on(tokenizer):
@@ -382,8 +380,8 @@ def test_a_run_with_partial_rollouts_trains_and_goes_on_in_the_middle_of_a_respo
         assert set(versions.tolist()) <= {4 * n for n in range(round_index + 1)}
         assert pool.batch.response_mask.any(dim=1).all()
     with (tmp_path / "whole" / "metrics.csv").open() as file:
-        ages = [float(row["staleness/max"]) for row in csv.DictReader(file)]
-    assert max(ages) > 3  # older than the updates of one round
+        staleness = [float(row["staleness/max"]) for row in csv.DictReader(file)]
+    assert max(staleness) > 3  # beyond the updates of one round
 
     log_row = BapoModule.log_row
 

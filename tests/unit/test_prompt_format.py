@@ -185,8 +185,8 @@ def test_long_training_prompts_are_left_out_before_the_first_request_and_counted
     with caplog.at_level(logging.WARNING):
         made = collector(engine, tokenizer, Questions(*texts), prompt=PromptFormat(kind="chat"), max_prompt_tokens=50)
     assert [prompt.uid for prompt in made.prompts] == ["q1", "q5"]
-    (said,) = caplog.messages
-    assert said == "4 of 6 training prompts are left out: longer than rollout.max_prompt_tokens=50 (q0, q2, q3, ...)"
+    (warning,) = caplog.messages
+    assert warning == "4 of 6 training prompts are left out: longer than rollout.max_prompt_tokens=50 (q0, q2, q3, ...)"
     caplog.clear()
     collector(engine, tokenizer, Questions(*texts[1:2]), prompt=PromptFormat(kind="chat"), max_prompt_tokens=50)
     assert caplog.messages == []

@@ -1,15 +1,14 @@
-"""Groups that are trained on once more: whole, chosen by the seed, never too old."""
+"""Groups that are trained on once more: whole, chosen by the seed, never too stale."""
 
 from __future__ import annotations
 
-import csv
 from dataclasses import fields, replace
 
 import pytest
 import torch
-from support import SMALL, random_batch, run_experiment
+from support import random_batch
 
-from bapo.rollouts.pool import Pool, load_pool
+from bapo.rollouts.pool import Pool
 from bapo.rollouts.replay_buffer import ReplayBuffer, joined
 from bapo.types import Batch
 
@@ -26,14 +25,14 @@ def uids(pool: Pool) -> list[str]:
 
 
 def test_groups_come_whole_with_everything_they_had():
-    own, older = pool(5), [pool(3), pool(4)]
-    found = ReplayBuffer(groups=5, rounds=2).add(own, older, seed=1)
+    own, earlier = pool(5), [pool(3), pool(4)]
+    found = ReplayBuffer(groups=5, rounds=2).add(own, earlier, seed=1)
     assert uids(found)[:4] == uids(own)
     again = uids(found)[4:]
     assert len(again) == 5 == len(set(again))
-    assert set(again) <= {*uids(older[0]), *uids(older[1])}
+    assert set(again) <= {*uids(earlier[0]), *uids(earlier[1])}
     assert found.meta["metrics"] == {"rollout/reward_mean": 0.5, "replay/groups": 5.0, "replay/row_frac": 15 / 27}
-    known = {row: (old.batch, i) for old in (own, *older) for i, row in enumerate(old.rows)}
+    known = {row: (old.batch, i) for old in (own, *earlier) for i, row in enumerate(old.rows)}
     for i, row in enumerate(found.rows):
         batch, at = known[row]
         width = int(batch.attention_mask[at].sum())
@@ -45,30 +44,30 @@ def test_groups_come_whole_with_everything_they_had():
 
 
 def test_the_choice_depends_on_seed_and_round_alone():
-    own, older = pool(5), [pool(3, groups=20), pool(4, groups=20)]
+    own, earlier = pool(5), [pool(3, groups=20), pool(4, groups=20)]
     replay = ReplayBuffer(groups=8, rounds=2)
-    assert replay.add(own, older, 1).rows == replay.add(own, older, 1).rows
-    assert replay.add(own, older, 1).rows != replay.add(own, older, 2).rows
+    assert replay.add(own, earlier, 1).rows == replay.add(own, earlier, 1).rows
+    assert replay.add(own, earlier, 1).rows != replay.add(own, earlier, 2).rows
     other = replace(own, meta=own.meta | {"round": 6})
-    assert replay.add(own, older, 1).rows != replay.add(other, older, 1).rows
+    assert replay.add(own, earlier, 1).rows != replay.add(other, earlier, 1).rows
 
 
 def test_newest_first_takes_earlier_rounds_only_when_the_later_one_is_used_up():
-    own, older = pool(5), [pool(3), pool(4)]
-    newest = uids(ReplayBuffer(groups=6, rounds=2, order="newest").add(own, older, 1))[4:]
+    own, earlier = pool(5), [pool(3), pool(4)]
+    newest = uids(ReplayBuffer(groups=6, rounds=2, order="newest").add(own, earlier, 1))[4:]
     assert sum(uid.startswith("p4") for uid in newest) == 4
     assert sum(uid.startswith("p3") for uid in newest) == 2
-    assert len(ReplayBuffer(groups=99, rounds=2).add(own, older, 1).rows) == 36  # no more than there are
+    assert len(ReplayBuffer(groups=99, rounds=2).add(own, earlier, 1).rows) == 36  # no more than there are
 
 
 @pytest.mark.parametrize(("limit", "rounds"), [(None, {3, 4}), (20, {3, 4}), (19, {4}), (10, {4}), (9, set()), (0, set())])
-def test_groups_that_are_too_old_are_left_out(limit, rounds):
-    own, older = pool(5), [pool(3), pool(4)]
-    found = uids(ReplayBuffer(groups=99, rounds=2).add(own, older, 1, limit))[4:]
+def test_groups_that_are_too_stale_are_left_out(limit, rounds):
+    own, earlier = pool(5), [pool(3), pool(4)]
+    found = uids(ReplayBuffer(groups=99, rounds=2).add(own, earlier, 1, limit))[4:]
     assert {int(uid[1]) for uid in found} == rounds
 
 
-def test_a_group_is_as_old_as_its_oldest_token():
+def test_a_group_is_as_stale_as_its_stalest_token():
     own, mixed = pool(5), pool(4, groups=2)
     first = mixed.batch.response_mask[0].nonzero()[0]
     mixed.batch.policy_version[0, first] = 20
@@ -76,12 +75,12 @@ def test_a_group_is_as_old_as_its_oldest_token():
     assert found == ["p4-1@0"]
 
 
-def test_the_age_of_a_round_is_that_of_its_policy_even_if_none_of_its_newest_tokens_are_trained_on():
-    """A round whose responses were all begun by older policies, and finished with a span that is masked."""
-    own, older = pool(5), [pool(4)]
+def test_the_staleness_of_a_round_is_that_of_its_policy_even_if_none_of_its_newest_tokens_are_trained_on():
+    """A round whose responses were all begun by earlier policies, and finished with a span that is masked."""
+    own, earlier = pool(5), [pool(4)]
     own.batch.policy_version[own.batch.response_mask] -= 10
-    assert len(uids(ReplayBuffer(groups=99).add(own, older, 1, 10))) == 8
-    assert len(uids(ReplayBuffer(groups=99).add(own, older, 1, 9))) == 4
+    assert len(uids(ReplayBuffer(groups=99).add(own, earlier, 1, 10))) == 8
+    assert len(uids(ReplayBuffer(groups=99).add(own, earlier, 1, 9))) == 4
 
 
 def test_rounds_before_the_first_are_none():
@@ -110,29 +109,3 @@ def test_batches_of_different_widths_join():
     both = joined([narrow, wide])
     assert torch.equal(both.select(torch.tensor([0, 1])).input_ids, narrow.select(torch.tensor([0, 1])).input_ids)
     assert torch.equal(both.lengths(), torch.cat([narrow.lengths(), wide.lengths()]))
-
-
-def test_a_run_replays_and_says_how_old_its_data_are(cache_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("bapo.analysis.report.write_report", lambda folder: folder / "report.html")
-    small = (*SMALL, f"policy.warm_start.cache_dir={cache_dir}", "callbacks.evaluate=null")
-    run_experiment(tmp_path, *small, "+schedule/replay=default", "schedule.replay.groups=6", "schedule.replay.rounds=1")
-    with (tmp_path / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    begins = [row for row in rows if row.get("replay/groups")]
-    assert [float(row["replay/groups"]) for row in begins] == [0, 6, 6]
-    assert [float(row["staleness/max"]) for row in rows[4:6]] == [4.0, 5.0]  # a round of 4 updates older than its own
-    filed = load_pool(tmp_path / "rounds", 1)
-    assert filed is not None
-    assert all("replay" not in name for name in filed.meta["metrics"])  # a pool's file is what was drawn
-
-
-@pytest.mark.parametrize(("bound", "oldest"), [(None, 11), (11, 11), (10, 7), (7, 7)])
-def test_no_token_is_older_than_max_staleness(bound, oldest, cache_dir, tmp_path, monkeypatch):
-    """Four updates a round, groups of the two rounds before: 0 to 3, 4 to 7 and 8 to 11 updates old."""
-    monkeypatch.setattr("bapo.analysis.report.write_report", lambda folder: folder / "report.html")
-    small = (*SMALL, f"policy.warm_start.cache_dir={cache_dir}", "callbacks.evaluate=null", "trainer.max_rounds=3")
-    replay = ("+schedule/replay=default", "schedule.replay.groups=99", "schedule.replay.rounds=2")
-    run_experiment(tmp_path, *small, *replay, f"schedule.max_staleness={bound if bound is not None else 'null'}")
-    with (tmp_path / "metrics.csv").open() as file:
-        ages = [float(row["staleness/max"]) for row in csv.DictReader(file) if row.get("staleness/max")]
-    assert max(ages) == oldest

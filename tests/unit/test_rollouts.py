@@ -46,7 +46,7 @@ def collect(engine, tokenizer, round_index=0, before=None, policy=None, **option
     return made.collect(round_index, before or {}, policy or FixedPolicy(VERSION), 4, Ranks())
 
 
-def test_a_pool_holds_the_drawn_ids_with_advantages_joined_by_id(tokenizer):
+def test_a_pool_holds_the_generated_ids_with_advantages_joined_by_id(tokenizer):
     answers_backwards = ScriptedEngine(right_if(lambda r: r.sample_index == 0, tokenizer), order=lambda r: r[::-1])
     pool = collect(answers_backwards, tokenizer)
     assert len(pool.batch) == 16
@@ -107,27 +107,27 @@ def test_rows_with_equal_text_are_two_groups(tokenizer):
     assert {uid for uid, _, _ in pool.rows} == {"echo/1@0"}
 
 
-def test_too_few_differing_groups_draw_more_then_fail_with_the_numbers(tokenizer):
+def test_too_few_differing_groups_generate_more_then_fail_with_the_numbers(tokenizer):
     late = lambda r: len(engine.requests) > 16 and r.sample_index == 0  # noqa: E731
     engine = ScriptedEngine(right_if(late, tokenizer))
     pool = collect(engine, tokenizer)
     assert engine.calls == 2
     assert pool.meta["next_prompt"] == 8
-    assert pool.meta["tokens_total"] == 64  # what the first draw cost is counted
+    assert pool.meta["tokens_total"] == 64  # the first attempt counts
     engine = ScriptedEngine(right_if(lambda r: False, tokenizer))
     with pytest.raises(RuntimeError, match=r"round 0: after rollout.max_attempts=2 batches only 0 of 32 finished responses"):
         collect(engine, tokenizer)
     assert engine.calls == 2
 
 
-def test_a_lost_response_takes_its_whole_group_with_it_and_is_counted(tokenizer, caplog):
+def test_a_missing_response_drops_its_whole_group_and_is_counted(tokenizer, caplog):
     engine = ScriptedEngine(right_if(lambda r: r.sample_index == 0, tokenizer), order=lambda r: r[:-1])
     pool = collect(engine, tokenizer)
     assert "returned 15 of 16 responses; 1 of 4 groups are incomplete" in caplog.text
     assert (pool.meta["metrics"]["rollout/groups_lost"], pool.meta["metrics"]["rollout/groups_generated"]) == (1, 3)
-    lost = engine.requests[-1].uid
+    missing = engine.requests[-1].uid
     assert len(pool.rows) == 12
-    assert lost not in {uid for uid, _, _ in pool.rows}
+    assert missing not in {uid for uid, _, _ in pool.rows}
 
 
 def test_a_response_nobody_asked_for_is_an_error(tokenizer):
@@ -146,7 +146,7 @@ def test_a_response_nobody_asked_for_is_an_error(tokenizer):
                                            r"the longest prompt takes 7 \(task Fixed, split 'train'\)"),
     ],
 )  # fmt: skip
-def test_prompts_that_cannot_be_drawn_from_are_refused_before_any_request(tokenizer, rows, message):
+def test_unusable_prompts_are_refused_before_any_request(tokenizer, rows, message):
     class Fixed(Echo):
         def prompts(self, split):
             return rows
