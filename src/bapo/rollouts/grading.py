@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RewardTerm = Callable[[Sample, str], float]
-"""What is added to the reward of a sample with this text."""
+"""The addition to the reward of a sample with this text."""
 
 
 def generate_graded(
@@ -34,8 +34,8 @@ def generate_graded(
 ) -> list[Sample]:
     """`samples` graded responses to each (group uid, prompt), ordered by prompt, then sample index.
 
-    A group of which the engine lost a response is left out whole. Only texts go to the task; training sees the very ids that
-    were generated.
+    A group with a response that the engine left out is dropped whole. Only texts go to the task; training sees
+    the ids that were generated.
     """
     groups = [new_group(uid, prompt, prompt_format.encode(tokenizer, prompt), samples) for uid, prompt in prompts]
     whole = extend(engine, groups, sampling, lambda uid, index, tokens: seed_of(uid, index))

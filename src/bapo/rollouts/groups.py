@@ -1,7 +1,6 @@
 """Groups of samples: generated in one round or, with a token budget per round, span by span in several (paper, Fig. 12).
 
-An unfinished group keeps everything known of its tokens: the policy that generated each, and what the trainer's weights of that
-round said of it.
+An unfinished group keeps for every token the policy that generated it and the log-probs by the trainer's weights of that round.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def extend(
     """`groups` with at most `tokens` more tokens (None: all that `sampling` allows) for each unfinished response.
 
     seed_of: of (uid, sample index, tokens before). Answers are joined by (uid, sample_index), in whatever order they come. A
-    group of which the engine lost a response is left out whole.
+    group with a response that the engine left out is dropped whole.
     """
     requests: dict[int, list[Sample]] = defaultdict(list)  # by how many tokens they may bring
     before: dict[tuple[str, int], Sample] = {}
@@ -111,22 +110,22 @@ def extend(
         count += len(batch)
     if count > len(answers):
         raise EngineError(f"the engine returned {count} responses to {len(answers)} different requests")
-    lost = {uid for uid, _ in before.keys() - answers.keys()}
-    if lost:
+    incomplete = {uid for uid, _ in before.keys() - answers.keys()}
+    if incomplete:
         log.warning(
             "the engine returned %d of %d responses; %d of %d groups are incomplete and dropped",
-            len(answers), len(before), len(lost), len(groups),
+            len(answers), len(before), len(incomplete), len(groups),
         )  # fmt: skip
 
     def newest(sample: Sample) -> Sample:
         answer = answers.get(sample.key, sample)
         return replace(answer, seed=sample.seed) if sample.response_ids else answer  # the seed of its first span names it
 
-    return [replace(g, samples=tuple(newest(sample) for sample in g.samples)) for g in groups if g.uid not in lost]
+    return [replace(g, samples=tuple(newest(sample) for sample in g.samples)) for g in groups if g.uid not in incomplete]
 
 
 def _check_answers(answers: Sequence[Sample], before: dict[tuple[str, int], Sample], limit: int) -> None:
-    """EngineError for an answer that no request asked for, that is too long, or that changes what was there."""
+    """Raises EngineError for an answer to no request, one that is too long, or one that changes the tokens before it."""
     for answer in answers:
         sample = before.get(answer.key)
         if sample is None:

@@ -44,7 +44,7 @@ class Pool:
         write_atomic(tensors, lambda path: save_file(values, str(path)))
         if self.unfinished:
             save_groups(self.unfinished, _unfinished_path(folder, self.meta["round"]))
-        else:  # what a round that was begun before and not completed has left
+        else:  # files of an earlier attempt at this round, stopped before it was complete
             for suffix in (".json", ".safetensors"):
                 _unfinished_path(folder, self.meta["round"]).with_suffix(suffix).unlink(missing_ok=True)
         write_text_atomic(header, json.dumps({**self.meta, "rows": self.rows}, indent=1) + "\n")
@@ -100,7 +100,7 @@ def load_pool(folder: Path, round_index: int) -> Pool | None:
 
 
 def collate(samples: Sequence[Sample], pad_id: int, rewards: Tensor | None = None, advantages: Tensor | None = None) -> Batch:
-    """Rows of token ids -> tensors [N, T]; what the policy said of the tokens where the samples know it, else 0.
+    """Rows of token ids -> tensors [N, T]; policy stats where the samples have them, else 0.
 
     Masks come from lengths, never from token values: the end-of-sequence token is trained on even where pad has the same id.
     """

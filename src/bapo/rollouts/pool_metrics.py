@@ -14,7 +14,7 @@ from bapo.types import Batch, Sample
 
 def pool_metrics(state: RoundState, group_size: int) -> dict[str, float]:
     """`rollout/*` over every response that was finished, kept or not."""
-    samples, rewards, kept, lost = state.samples, state.rewards, state.kept, state.lost
+    samples, rewards, kept = state.samples, state.rewards, state.kept
     lengths = torch.tensor([len(s.response_ids) for s in samples], dtype=torch.float64)
     correctness = torch.tensor([s.correctness or 0.0 for s in samples])
     right = correctness > 0
@@ -34,7 +34,7 @@ def pool_metrics(state: RoundState, group_size: int) -> dict[str, float]:
         "rollout/reward_std": float(rewards.double().std(correction=0)),
         "rollout/zero_std_frac": 1.0 - mean(kept),
         "rollout/groups_generated": float(len(texts)),
-        "rollout/groups_lost": float(lost),
+        "rollout/groups_lost": float(state.incomplete),
         "rollout/groups_kept": float(int(kept.sum()) // group_size),
         "rollout/response_length_mean": mean(lengths),
         "rollout/response_length_correct_mean": mean(lengths[right]),
@@ -55,15 +55,15 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def partial_metrics(state: RoundState, trained: Sequence[Sample]) -> dict[str, float]:
-    """`partial/*`: what partial rollouts leave unfinished and drop. Dropping favours short answers: the lengths tell."""
-    lengths = [len(m.response_ids) for group in state.dropped for m in group.samples]
+    """`partial/*`: unfinished and dropped groups. Dropping favours short answers, as the lengths show."""
+    lengths = [len(s.response_ids) for group in state.dropped for s in group.samples]
     rewards = [sample.reward for sample in state.dropped_samples]
     return {
         "partial/unfinished_groups": float(len(state.unfinished)),
         "partial/dropped_groups": float(len(state.dropped)),
         "partial/dropped_length_mean": sum(lengths) / len(lengths) if lengths else 0.0,
         **({"partial/dropped_reward_mean": sum(rewards) / len(rewards)} if rewards else {}),
-        "partial/trained_length_mean": sum(len(m.response_ids) for m in trained) / len(trained),
-        "partial/spans_mean": sum(m.spans for m in trained) / len(trained),
-        "partial/spans_max": float(max(m.spans for m in trained)),
+        "partial/trained_length_mean": sum(len(s.response_ids) for s in trained) / len(trained),
+        "partial/spans_mean": sum(s.spans for s in trained) / len(trained),
+        "partial/spans_max": float(max(s.spans for s in trained)),
     }

@@ -11,7 +11,7 @@ from torch import Tensor
 from bapo.types import Prompt, Sample
 
 GROUPS = 8
-"""Groups of a round of which texts are kept."""
+"""Groups of a round whose texts are stored."""
 
 
 def preview(samples: Sequence[Sample], kept: Tensor, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:

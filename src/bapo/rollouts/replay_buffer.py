@@ -1,4 +1,4 @@
-"""Groups of earlier rounds, trained on once more beside those of the round."""
+"""The replay buffer: groups of earlier rounds, trained on once more with those of the round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bapo.types import Batch
 
 @dataclass(frozen=True)
 class ReplayBuffer:
-    """Every round trains on `groups` more groups, drawn from the pools of the `rounds` rounds before it.
+    """Every round trains on `groups` more groups, chosen from the pools of the `rounds` rounds before it.
 
     order: uniform, every group is as likely as any other; newest, later rounds first.
     """
@@ -34,24 +34,24 @@ class ReplayBuffer:
             raise ValueError(f"schedule.replay.order is {self.order!r}; it must be one of uniform, newest")
 
     def of(self, round_index: int) -> range:
-        """The rounds whose pools may be drawn from, oldest first."""
+        """The rounds whose pools are chosen from, in order."""
         return range(max(0, round_index - self.rounds), round_index)
 
-    def add(self, pool: Pool, older: Sequence[Pool], seed: int, most_staleness: int | None = None) -> Pool:
-        """`pool` with groups of `older` pools, the oldest first, behind its own; `seed` and the round choose.
+    def add(self, pool: Pool, earlier: Sequence[Pool], seed: int, most_staleness: int | None = None) -> Pool:
+        """`pool` with groups of `earlier` pools, in their order, behind its own; `seed` and the round choose.
 
-        Advantages, behaviour log-probs and policy versions stay what they were. A group is left out when its oldest token was
-        drawn more than `most_staleness` updates before the round's own data; None: no limit.
+        Advantages, behaviour log-probs and policy versions stay the same. A group is left out when its stalest token was
+        generated more than `most_staleness` updates before the round's own data; None: no limit.
         """
         newest = pool.meta["policy_version"]
         generator = torch.Generator().manual_seed(derive_seed(seed, "replay", pool.meta["round"]))
-        candidates = [(place, rows) for place, old in enumerate(older) for rows in recent_groups(old, newest, most_staleness)]
+        candidates = [(place, rows) for place, old in enumerate(earlier) for rows in recent_groups(old, newest, most_staleness)]
         chosen = torch.randperm(len(candidates), generator=generator).tolist()
         if self.order == "newest":
             chosen.sort(key=lambda index: -candidates[index][0])
         taken = [candidates[index] for index in chosen[: self.groups]]
         parts, names, places = [pool.batch], list(pool.rows), []
-        for place, old in enumerate(older):
+        for place, old in enumerate(earlier):
             rows = torch.tensor([row for at, rows in taken if at == place for row in rows], dtype=torch.int64)
             parts.append(old.batch.select(rows))
             names += [old.rows[row] for row in rows.tolist()]
@@ -63,7 +63,7 @@ class ReplayBuffer:
 
 
 def recent_groups(pool: Pool, newest: int, most_staleness: int | None) -> list[list[int]]:
-    """Rows of each group of `pool` whose tokens were all drawn at most `most_staleness` updates before version `newest`."""
+    """Rows of each group of `pool` whose tokens were all generated at most `most_staleness` updates before version `newest`."""
     groups: dict[str, list[int]] = {}
     for row, (uid, _, _) in enumerate(pool.rows):
         groups.setdefault(uid, []).append(row)
@@ -72,7 +72,7 @@ def recent_groups(pool: Pool, newest: int, most_staleness: int | None) -> list[l
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """The rows of all batches, as wide as the widest; what fills a row up is what fills up a pool's rows."""
+    """The rows of all batches, as wide as the widest, padded like a pool's rows."""
     width = max(batch.input_ids.shape[1] for batch in batches)
     blank = {"policy_version": -1}
 
