@@ -29,8 +29,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def names(group: str, pattern: str = "*") -> list[str]:
-    """Files of a config group, sorted."""
-    return sorted(path.stem for path in (CONF / group).glob(f"{pattern}.yaml"))
+    """Files of a config group, sorted, without bases such as `_dataset`."""
+    return sorted(path.stem for path in (CONF / group).glob(f"{pattern}.yaml") if not path.stem.startswith("_"))
 
 
 def values(group: str, name: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def tasks() -> str:
     rows = []
     for name in names("task"):
         task = values("task", name)
-        data = f"`{task['path']}`" if "path" in task else ""
+        data = f"`{task['path']}`" if task.get("path") else ""
         rows.append([f"`{name}`", head("task", name), data, f"`{task['revision'][:7]}`" if task.get("revision") else ""])
     return table(["`task=`", "what it is", "data set", "revision"], rows)
 

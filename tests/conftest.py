@@ -27,8 +27,8 @@ from bapo.policy.smollm2 import SmolLM2
 from bapo.policy.tiny_qwen3 import tiny_qwen3
 from bapo.policy.tokenizer import character_tokenizer
 from bapo.tasks.arithmetic import Arithmetic
+from bapo.tasks.dataset import DatasetTask
 from bapo.tasks.digit_ops import DigitOps
-from bapo.tasks.problems import Problems
 from bapo.tasks.reasoning_gym import ReasoningGym
 
 
@@ -108,10 +108,10 @@ def stand_ins(byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             more += ["trainer.accelerator=cpu", "trainer.devices=1", "trainer.strategy=auto"]
         if cfg.policy.warm_start is None:
             more += [f"policy.path={byte_model}"]
-        more += local_data(cfg.task._target_.rpartition(".")[2], tmp_path)
+        more += local_data(cfg.task.get("name", ""), tmp_path)
         if cfg.policy.warm_start is None or cfg.policy.warm_start._target_.endswith("SmolLM2"):  # the model knows nothing
             own = get_object(cfg.task._target_)
-            for task in {Problems, Arithmetic, ReasoningGym} | ({own} if isinstance(own, type) else set()):
+            for task in {DatasetTask, Arithmetic, ReasoningGym, own}:
                 monkeypatch.setattr(task, "verify", lambda self, prompts, responses: [len(said) % 2 for said in responses])
             more += ["rollout.max_prompt_tokens=512"]  # a token per byte
         return more

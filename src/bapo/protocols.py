@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -15,14 +15,29 @@ Split = Literal["train", "test"]
 
 
 class Task:
-    """Prompts, no two of a split with the same uid, and the grader of their answers."""
+    """Prompts, no two of a split with the same uid, and the grader of their answers.
 
-    splits: tuple[str, ...] = ("train", "test")
+    alphabet, eos: the characters of prompts and responses, and the one that ends a response; a tiny model that is trained on
+    the task's demonstrations has a token for each.
+    """
+
+    alphabet: ClassVar[str] = ""
+    eos: ClassVar[str] = ""
 
     @property
     def name(self) -> str:
         """The task's name in messages and metrics."""
         return type(self).__name__
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """The splits that `prompts` takes."""
+        return ("train", "test")
+
+    @property
+    def source(self) -> tuple[str, str | None] | None:
+        """Path or hub id of the data, and their revision; None for generated prompts."""
+        return None
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         raise NotImplementedError
@@ -35,8 +50,16 @@ class Task:
         raise NotImplementedError
 
     def answer(self, response: str) -> str | None:
-        """The answer that a response gives, in one spelling, for majority votes; None if it gives none."""
+        """The answer that a response gives, in one spelling, for majority votes; None or empty if it gives none."""
         return response.strip()
+
+    @property
+    def has_demonstrations(self) -> bool:
+        return type(self).demonstrations is not Task.demonstrations
+
+    def demonstrations(self, n: int, seed: int) -> Sequence[tuple[str, str]]:
+        """`n` pairs (prompt text, response text without `eos`) for a warm start; `seed` decides them."""
+        raise NotImplementedError
 
 
 class EngineError(RuntimeError):

@@ -176,7 +176,7 @@ def test_the_experiment_on_qwen3_runs_here_but_for_its_model_and_data(byte_model
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(rows)
     judge = lambda self, prompts, responses: [len(response) % 2 for response in responses]  # noqa: E731  it knows nothing
-    monkeypatch.setattr("bapo.tasks.problems.Problems.verify", judge)
+    monkeypatch.setattr("bapo.tasks.dataset.DatasetTask.verify", judge)
     metrics = run_experiment(
         tmp_path / "run", "+experiment=bapo_qwen06b", f"policy.path={byte_model}", f"task.path={tmp_path}",
         "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_rounds=2", "rollout.prompts_per_round=8",

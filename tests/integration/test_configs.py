@@ -327,8 +327,8 @@ REFUSED = {
     "policy.warm_start.steps=0": "policy.warm_start.steps is 0; it must be an integer >= 1",
     "policy.warm_start.model.head_dim=3": "head_dim is 3; it must be even",
     "task=gsm8k task.test_size=0": "task.test_size is 0; it must be >= 1, or null for all rows",
-    "task=skywork task.max_difficulty=17": "task.max_difficulty is 17; it must be in [0, 16]",
-    "task=skywork task.difficulty_model=R1": "task.difficulty_model is 'R1'; it must be one of DeepSeek-R1-Distill-Qwen-1.5B,",
+    "task=skywork task.min_difficulty=16": "task.min_difficulty is 16; it must be <= 15, task.max_difficulty",
+    "task=skywork task.answer_format=json": "task.answer_format is 'json'; it must be one of text, hashes, json_list",
     "task=files": "task.train and task.test are null; at least one of them must be a file",
     "+task@callbacks.evaluate.benchmarks.mine=files": "callbacks.evaluate.benchmarks.mine.train and "
     "callbacks.evaluate.benchmarks.mine.test are null; at least one of them must be a file",

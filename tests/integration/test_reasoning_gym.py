@@ -16,8 +16,8 @@ import pytest
 
 from bapo.policy.tokenizer import character_tokenizer, check_alphabet
 from bapo.tasks import reasoning_gym as module
+from bapo.tasks.pool import close_workers
 from bapo.tasks.reasoning_gym import ALPHABET, EOS, RUNS_ANSWERS, ReasoningGym
-from bapo.tasks.verify_pool import close_workers
 from bapo.types import Prompt
 
 package = pytest.importorskip("reasoning_gym")

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
 from bapo.protocols import Task
+from bapo.tasks.dataset import DatasetTask
+from bapo.training.cli import CONF
 from bapo.types import Prompt
+
+
+def dataset(name: str, **fields: Any) -> DatasetTask:
+    """The task of conf/task/NAME.yaml with some fields changed."""
+    with initialize_config_dir(str(CONF / "task"), version_base="1.3"):
+        options: dict[str, Any] = OmegaConf.to_container(compose(name)) | fields  # type: ignore[operator]
+    assert options.pop("_target_") == "bapo.tasks.dataset.DatasetTask"
+    return DatasetTask(**options)
 
 
 class Echo(Task):

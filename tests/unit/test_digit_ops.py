@@ -1,4 +1,4 @@
-"""The digit operations by hand, their judge, their splits, and the frequencies of their demonstrator."""
+"""The digit operations by hand, their grader, their splits, and the frequencies of their demonstrator."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_verify(response: str, reward: float) -> None:
     assert DigitOps().verify([Prompt("u", "b58392=", "98532")], [response]) == [reward]
 
 
-def test_every_response_is_judged_by_the_prompt_at_its_place() -> None:
+def test_every_response_is_graded_by_the_prompt_at_its_place() -> None:
     prompts = [Prompt("u", "c12=", "12"), Prompt("v", "d12=", "21")]
     assert DigitOps().verify(prompts, ["12", "12"]) == [1.0, 0.0]
     assert DigitOps().verify(prompts, ["21", "21"]) == [0.0, 1.0]

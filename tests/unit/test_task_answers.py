@@ -8,22 +8,16 @@ from typing import Any
 
 import pytest
 from support.task_files import jsonl
+from support.tasks import dataset
 
-from bapo.tasks.aime24 import aime24
-from bapo.tasks.aime25 import aime25
-from bapo.tasks.answers import last_box
+from bapo.tasks.answers import last_box, number
 from bapo.tasks.arithmetic import Arithmetic
-from bapo.tasks.files import files
-from bapo.tasks.gsm8k import gsm8k, number
-from bapo.tasks.math500 import math500
-from bapo.tasks.problems import Boxed, Problems
-from bapo.tasks.skywork import skywork
+from bapo.tasks.dataset import DatasetTask
 from bapo.tasks.verify import Verdict
-from bapo.tasks.verl_format import verl_format
 from bapo.types import Prompt
 
 
-def rewards(task: Problems, gold: str, *responses: str) -> list[float | None]:
+def rewards(task: DatasetTask, gold: str, *responses: str) -> list[float | None]:
     return task.verify([Prompt("p", "q", gold)] * len(responses), responses)
 
 
@@ -58,18 +52,18 @@ def rewards(task: Problems, gold: str, *responses: str) -> list[float | None]:
     ],
 )
 def test_gsm8k_only_the_last_complete_box_counts(response: str, reward: float) -> None:
-    assert rewards(gsm8k(), "72", response) == [reward]
+    assert rewards(dataset("gsm8k"), "72", response) == [reward]
 
 
 def test_gsm8k_numbers_are_compared_as_numbers() -> None:
-    assert rewards(gsm8k(), "1120000", r"\boxed{1,120,000}", r"\boxed{1120000.0}") == [1.0, 1.0]
-    assert rewards(gsm8k(), "-5.50", r"\boxed{-5.5}") == [1.0]
-    assert rewards(gsm8k(), "9007199254740993", r"\boxed{9007199254740992}") == [0.0]  # one float64 for both
+    assert rewards(dataset("gsm8k"), "1120000", r"\boxed{1,120,000}", r"\boxed{1120000.0}") == [1.0, 1.0]
+    assert rewards(dataset("gsm8k"), "-5.50", r"\boxed{-5.5}") == [1.0]
+    assert rewards(dataset("gsm8k"), "9007199254740993", r"\boxed{9007199254740992}") == [0.0]  # one float64 for both
     assert [number(text) for text in ("1.2.3", "1e3", "", ".", "-", "nan", "0x10")] == [None] * 7
-    said = [gsm8k().answer(rf"\boxed{{{box}}}") for box in ("72", "$72.00", "+0,072", "-0.50", "-0", "1e3", "7.")]
+    said = [dataset("gsm8k").answer(rf"\boxed{{{box}}}") for box in ("72", "$72.00", "+0,072", "-0.50", "-0", "1e3", "7.")]
     assert said == ["72", "72", "72", "-0.5", "0", None, "7"]
-    assert gsm8k().answer(r"\boxed{12345678901234567890123456789012345.60}") == "12345678901234567890123456789012345.6"
-    assert gsm8k().answer("72") is None
+    assert dataset("gsm8k").answer(r"\boxed{12345678901234567890123456789012345.60}") == "12345678901234567890123456789012345.6"
+    assert dataset("gsm8k").answer("72") is None
 
 
 def test_boxes_nest_and_a_flood_of_open_ones_takes_no_time() -> None:
@@ -81,15 +75,15 @@ def test_boxes_nest_and_a_flood_of_open_ones_takes_no_time() -> None:
     assert time.perf_counter() - start < 2
 
 
-@pytest.mark.parametrize("task", [aime24(), aime25()], ids=lambda task: task.name)
-def test_aime_answers_are_whole_numbers_as_on_the_answer_sheet(task: Problems) -> None:
+@pytest.mark.parametrize("task", [dataset("aime24"), dataset("aime25")], ids=lambda task: task.name)
+def test_aime_answers_are_whole_numbers_as_on_the_answer_sheet(task: DatasetTask) -> None:
     boxes = ("25", "025", "25.0", "x=25", "26", r"\frac{50}{2}")
     assert rewards(task, "025", *[rf"\boxed{{{box}}}" for box in boxes], "25") == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert [task.answer(rf"\boxed{{{box}}}") for box in boxes] == ["25", "25", None, None, "26", None]
 
 
-@pytest.mark.parametrize("task", [math500(), skywork()], ids=lambda task: task.name)
-def test_mathematical_answers_are_compared_by_value(task: Problems) -> None:
+@pytest.mark.parametrize("task", [dataset("math500"), dataset("skywork")], ids=lambda task: task.name)
+def test_mathematical_answers_are_compared_by_value(task: DatasetTask) -> None:
     boxes = (r"\frac12", "0.5", r"\sqrt{\frac14}", "x=0.5", "0.4", "")
     assert rewards(task, r"\frac{1}{2}", *[rf"\boxed{{{box}}}" for box in boxes], "0.5") == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     said = [task.answer(rf"\boxed{{{box}}}") for box in (*boxes[:3], r"\text{Even}", "EVEN", "1,000.0", " ", "9" * 1001)]
@@ -99,7 +93,7 @@ def test_mathematical_answers_are_compared_by_value(task: Problems) -> None:
 
 def test_votes_for_one_answer_are_counted_together() -> None:
     said = [
-        [math500().answer(rf"\boxed{{{box}}}") for box in boxes]
+        [dataset("math500").answer(rf"\boxed{{{box}}}") for box in boxes]
         for boxes in (
             ("28", r"28\%", r"28 \text{ percent}", "028.0"),
             ("5", r"5\text{ cm}", "x=5", r"x = 5\text{ apples}", r"\$5", "5."),
@@ -112,41 +106,43 @@ def test_votes_for_one_answer_are_counted_together() -> None:
     ]
     assert [set(votes) for votes in said] == [{"28"}, {"5"}, {"1,2"}, {"(2,1)"}, {"1000"}, {"abc"}, {r"2\sqrt{3}"}]
     apart = ("5", "-5", "5_6", r"5\text{ hundred}", "5 halves", "1,2", "(1,2)", "[1,2]", "x+1", "1/5", "5,5", "x>5", "BAC")
-    assert len({math500().answer(rf"\boxed{{{box}}}") for box in apart}) == len(apart)
+    assert len({dataset("math500").answer(rf"\boxed{{{box}}}") for box in apart}) == len(apart)
 
 
 def test_modes_of_files(tmp_path: Path) -> None:
     path = str(jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": "1"}]))
     for mode, expected in (("math", [1.0, 1.0]), ("exact", [1.0, 0.0]), ("integer", [1.0, 0.0])):
-        for task in (files(train=path, mode=mode), verl_format(train=path, mode=mode)):  # type: ignore[arg-type]
+        for task in (dataset("files", train=path, mode=mode), dataset("verl_format", train=path, mode=mode)):  # type: ignore[arg-type]
             assert rewards(task, "5", r"\boxed{$5$}", r"\boxed{5.0}") == expected
-    said = [files(train=path, mode="exact").answer(rf"\boxed{{{box}}}") for box in ("$A b$.", "")]
+    said = [dataset("files", train=path, mode="exact").answer(rf"\boxed{{{box}}}") for box in ("$A b$.", "")]
     assert said == ["Ab", None]
 
 
-@pytest.mark.parametrize("task", [files, verl_format], ids=["files", "verl_format"])
-def test_answers_after_hashes_are_judged_in_the_same_modes(task: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["files", "verl_format"])
+def test_answers_after_hashes_are_graded_in_the_same_modes(name: str, tmp_path: Path) -> None:
     path = str(jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": "1"}]))
     for mode, expected in (("math", [1.0, 1.0, 0.0]), ("exact", [1.0, 0.0, 0.0]), ("integer", [1.0, 0.0, 0.0])):
-        made = task(train=path, mode=mode, answer_in="hashes")
-        assert rewards(made, "5", "so\n#### 5", "#### 5.0", r"\boxed{5}") == expected
-        assert made.answer("#### 1\n#### 5\nbye") == "5"
-        assert made.answer(r"\boxed{5}") is None
+        task = dataset(name, train=path, mode=mode, answer_in="hashes")
+        assert rewards(task, "5", "so\n#### 5", "#### 5.0", r"\boxed{5}") == expected
+        assert task.answer("#### 1\n#### 5\nbye") == "5"
+        assert task.answer(r"\boxed{5}") is None
     with pytest.raises(ValueError, match=r"task\.answer_in is 'tag'; it must be one of box, hashes"):
-        task(train=path, answer_in="tag")
+        dataset(name, train=path, answer_in="tag")
 
 
 def test_files_ask_for_the_answer_where_it_is_looked_for(tmp_path: Path) -> None:
     path = str(jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": "1"}]))
-    asked = {answer_in: files(train=path, answer_in=answer_in).prompts("train")[0].text for answer_in in ("box", "hashes")}  # type: ignore[arg-type]
+    asked = {
+        answer_in: dataset("files", train=path, answer_in=answer_in).prompts("train")[0].text for answer_in in ("box", "hashes")
+    }  # type: ignore[arg-type]
     assert "\\boxed{}" in asked["box"]
     assert '"####"' in asked["hashes"]
     assert "boxed" not in asked["hashes"]
-    assert files(train=path, answer_in="hashes", instruction=" Go.").prompts("train")[0].text == "q Go."
+    assert dataset("files", train=path, answer_in="hashes", instruction=" Go.").prompts("train")[0].text == "q Go."
 
 
 def test_many_responses_without_one_answer_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    for task in (gsm8k(), math500()):
+    for task in (dataset("gsm8k"), dataset("math500")):
         caplog.clear()
         rewards(task, "5", *["#### 5"] * 63)
         rewards(task, "5", *["#### 5"] * 63, r"\boxed{6}")
@@ -158,11 +154,14 @@ def test_many_responses_without_one_answer_are_warned_of_once(caplog: pytest.Log
 
 
 def test_what_could_not_be_verified_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rewards(math500(), "5", r"\boxed{" + "1+" * 600 + "1}", r"\boxed{5}") == [None, 1.0]  # more than 1000 characters
+    assert rewards(dataset("math500"), "5", r"\boxed{" + "1+" * 600 + "1}", r"\boxed{5}") == [
+        None,
+        1.0,
+    ]  # more than 1000 characters
     outcomes = ("unverified", "right", "wrong", "no_answer")
     verdicts = [Verdict(outcome, "") for outcome in outcomes]
-    monkeypatch.setattr("bapo.tasks.problems.verify_answers", lambda responses, golds, mode, answer_in: verdicts)
-    assert Boxed("math").rewards([""] * 4, ["1"] * 4) == [None, 1.0, 0.0, 0.0]
+    monkeypatch.setattr("bapo.tasks.dataset.verify_answers", lambda responses, golds, mode, answer_in: verdicts)
+    assert rewards(dataset("math500"), "1", *[""] * 4) == [None, 1.0, 0.0, 0.0]
 
 
 # Arithmetic

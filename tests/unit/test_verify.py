@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,11 +20,11 @@ import psutil
 import pytest
 from support import REPOSITORY
 
-from bapo.tasks import verify, verify_pool
+from bapo.tasks import pool, verify
 from bapo.tasks.answers import after_hashes, last_box
 from bapo.tasks.equivalence import rational, tidy
 from bapo.tasks.units import split_unit
-from bapo.tasks.verify import Verdict, check_gold, check_golds, close_workers, verify_answers
+from bapo.tasks.verify import Verdict, check_golds, close_workers, verify_answers
 
 ROWS: list[dict[str, Any]] = json.loads((REPOSITORY / "tests" / "data" / "equivalence.json").read_text())
 SURD = (r"so \boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}")
@@ -42,7 +43,7 @@ def outcomes(pairs: list[tuple[str, str]], **options: Any) -> list[str]:
 
 def workers() -> list[psutil.Process]:
     """Those that this process has started, and that are alive."""
-    found = [p for p in psutil.Process().children() if "bapo.tasks.verify_worker" in p.cmdline()]
+    found = [p for p in psutil.Process().children() if "bapo.tasks.worker" in p.cmdline()]
     return [p for p in found if p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -129,7 +130,7 @@ def test_an_answer_is_always_its_own_gold() -> None:
 
 def test_gold_and_answer_are_not_to_be_swapped() -> None:
     no_golds = check_golds([row["answer"] for row in ROWS])
-    rows = [row for index, row in enumerate(ROWS) if index not in no_golds]
+    rows = [row for row in ROWS if row["answer"] not in no_golds]
     swapped = outcomes([(row["answer"], row["gold"]) for row in rows])
     other = [
         (row["gold"], row["answer"]) for row, found in zip(rows, swapped, strict=True) if (found == "right") != row["same"]
@@ -150,7 +151,7 @@ def test_gold_and_answer_are_not_to_be_swapped() -> None:
         ("ABC", r"C\cdot B\cdot A"),
         ("ABC", "CBA=ABC"),  # of a gold it is a name
     ]
-    assert [ROWS[index]["answer"] for index in no_golds] == ["0.333...", "2 0 4", "2$0$4", "3'", "5_x"]
+    assert sorted(no_golds) == sorted(["0.333...", "2 0 4", "2$0$4", "3'", "5_x"])
 
 
 def test_math_verify_alone_says_what_the_page_says_of_it() -> None:
@@ -275,22 +276,21 @@ def test_units_are_split_off(text: str, parts: tuple[str, str | None]) -> None:
 @pytest.mark.parametrize(
     ("gold", "mode", "message"),
     [
-        (r"\frac{1}{", "math", r"frac\{1\}\{' does not parse"),
+        (r"\frac{1}{", "math", "does not parse"),
         ("2 3", "math", "does not parse"),
         ("x ==", "math", "does not parse"),
         (r"x \ne y", "math", "does not parse"),
         ("5_x", "math", "does not parse"),
         ("", "math", "is empty"),
         ("$ $", "exact", "is empty"),
-        ("1" * 1001, "math", "has 1001 characters; 1000 is the most"),
+        ("1" * 1001, "math", "is longer than 1000 characters"),
         ("1000", "integer", "is not a whole number from 0 to 999"),
         ("-1", "integer", "is not a whole number from 0 to 999"),
         (r"\frac{1}{1+" * 60 + "1" + "}" * 60, "math", "does not parse: nested too deeply"),
     ],
 )
 def test_a_gold_that_nothing_compares_with_is_refused(gold: str, mode: verify.Mode, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_gold(gold, mode, timeout_s=60)
+    assert re.search(message, check_golds([gold], mode, timeout_s=60)[gold])
     response = r"\boxed{\sqrt{3}}"
     if "deeply" not in message:  # those that come to be compared all the same
         with pytest.raises(ValueError, match=message):
@@ -299,19 +299,19 @@ def test_a_gold_that_nothing_compares_with_is_refused(gold: str, mode: verify.Mo
 
 def test_golds_are_checked_many_at_a_time() -> None:
     golds = ["5", r"\sqrt{2}", r"\sqrt{", "odd", r"\text{June 20}", "", r"10\%", r"x \ne 1", "CBA"]
-    assert check_golds(golds) == {2: "does not parse", 5: "is empty"}
-    check_gold("025", "integer")
+    assert check_golds(golds) == {r"\sqrt{": "does not parse", "": "is empty"}
+    assert check_golds(["025"], "integer") == {}
 
 
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="1 responses and 2 golds"):
         verify_answers(["a"], ["1", "2"])
-    with pytest.raises(ValueError, match="mode is 'maths'; it must be one of math, exact, integer"):
+    with pytest.raises(ValueError, match="mode is 'maths'; it must be one of math, exact, integer, number"):
         verify_answers([], [], "maths")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout_s is 0; it must be > 0 and finite"):
         verify_answers([], [], timeout_s=0)
     with pytest.raises(ValueError, match="memory_mb is inf; it must be > 0 and finite"):
-        check_gold("1", memory_mb=float("inf"))
+        check_golds(["1"], memory_mb=float("inf"))
     assert verify_answers([], []) == []
 
 
@@ -331,13 +331,13 @@ class Asked:
 
 
 def test_what_is_decided_by_text_starts_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_pool, "Worker", None)
+    monkeypatch.setattr(pool, "Worker", None)
     pairs = [("12", "12"), (r"\frac12", "0.5"), ("5", r"5\text{ cm}"), (r"\text{odd}", "even"), ("x+1", "x+1"), ("5", "x=6")]
     assert outcomes(pairs) == ["right", "right", "right", "wrong", "right", "wrong"]
     assert check_golds([gold for gold, _ in pairs if gold != "x+1"]) == {}
 
 
-def test_equal_pairs_are_judged_once_and_every_place_gets_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_pairs_are_graded_once_and_every_place_gets_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(lambda question: {"right": question["answer"] == r"\sqrt{8}"})
     monkeypatch.setattr(verify, "shared_pool", lambda: asked)
     pairs = [(r"2\sqrt{2}", r"\sqrt{8}"), (r"2\sqrt{2}", r"\sqrt{9}"), ("3", "3")] * 4
@@ -426,7 +426,7 @@ def test_several_threads_ask_at_a_time() -> None:
     for thread in threads:
         thread.join()
     assert found == {n: ["right", "wrong"] * 3 for n in (3, 5, 6, 7, 10)}
-    assert 1 <= len(workers()) <= verify_pool.MAX_WORKERS
+    assert 1 <= len(workers()) <= pool.MAX_WORKERS
 
 
 def test_a_worker_that_was_killed_is_replaced() -> None:
@@ -465,7 +465,7 @@ def start(program: str) -> tuple[subprocess.Popen[str], list[int]]:
         import os, sys, threading, time, psutil
         from bapo.tasks.verify import verify_answers
         def ids():
-            return [p.pid for p in psutil.Process().children() if "bapo.tasks.verify_worker" in p.cmdline()]
+            return [p.pid for p in psutil.Process().children() if "bapo.tasks.worker" in p.cmdline()]
         def surd(n):
             return verify_answers([r"\\boxed{\\sqrt{%d}}" % (2 * n * n)], [r"%d\\sqrt{2}" % n])[0].outcome
         assert surd(3) == "right"
@@ -511,8 +511,8 @@ def test_no_worker_outlives_kill_9(busy: bool) -> None:
 @pytest.mark.slow
 def test_no_worker_outlives_kill_9_while_a_fork_lives() -> None:
     process, pids = start("""
-        from bapo.tasks import verify_pool
-        held = verify_pool.shared_pool()  # the fork keeps the connections open
+        from bapo.tasks import pool
+        held = pool.shared_pool()  # the fork keeps the connections open
         if (child := os.fork()) == 0:
             os.close(1)
             time.sleep(600)
@@ -534,10 +534,10 @@ def test_no_worker_outlives_kill_9_while_a_fork_lives() -> None:
 @pytest.mark.slow
 def test_a_fork_has_workers_of_its_own() -> None:
     process, pids = start("""
-        from bapo.tasks import verify_pool
+        from bapo.tasks import pool
         before = ids()
         if (child := os.fork()) == 0:
-            held = verify_pool._pools
+            held = pool._pools
             os._exit(0 if not held and surd(5) == "right" and ids() and not set(ids()) & set(before) else 1)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert surd(7) == "right" and ids() == before

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from bapo.protocols import Task
 from bapo.tasks.rows import BUILDERS, Rows
 
 
@@ -33,12 +34,11 @@ class TaskDemonstrations:
             if getattr(self, name) < least:
                 raise ValueError(f"data.{name} is {getattr(self, name)}; it must be >= {least}")
 
-    def check(self, task: Any) -> None:
-        if not hasattr(task, "demonstrations"):
-            name = getattr(task, "name", type(task).__name__)
-            raise ValueError(f"task is {name}, which has no demonstrations: data=file data.path=PATH_OR_HUB_ID")
+    def check(self, task: Task) -> None:
+        if not task.has_demonstrations:
+            raise ValueError(f"task is {task.name}, which has no demonstrations: data=file data.path=PATH_OR_HUB_ID")
 
-    def __call__(self, task: Any) -> list[Demonstration]:
+    def __call__(self, task: Task) -> list[Demonstration]:
         return [Demonstration(prompt, response) for prompt, response in task.demonstrations(self.n, self.seed)]
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bapo.files import digest
 from bapo.policy.folder_cache import kept_folder
 from bapo.policy.tiny_qwen3 import qwen3_config, qwen3_sizes, tiny_qwen3
+from bapo.protocols import Task
 
 if TYPE_CHECKING:  # the libraries take seconds to import: a config is checked without them
     from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
@@ -185,11 +186,10 @@ class WarmStart(Untrained):
         return module.latest["sft/test_loss"]
 
 
-def _check_task(task: object) -> None:
-    if not hasattr(task, "demonstrations"):
-        name = getattr(task, "name", type(task).__name__)
+def _check_task(task: Task) -> None:
+    if not task.has_demonstrations:
         raise ValueError(
-            f"task is {name}, which has no demonstrations for policy.warm_start: choose a model for it, "
+            f"task is {task.name}, which has no demonstrations for policy.warm_start: choose a model for it, "
             "policy=hub policy.path=PATH_OR_HUB_ID"
         )
 

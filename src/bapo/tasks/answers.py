@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Literal
 
 AnswerIn = Literal["box", "hashes"]
@@ -37,6 +38,8 @@ def after_hashes(text: str) -> str | None:
 
 
 READERS: dict[AnswerIn, Callable[[str], str | None]] = {"box": last_box, "hashes": after_hashes}
+PLACES: dict[AnswerIn, str] = {"box": r"in a \boxed{...}", "hashes": "after ####"}
+"""Where a response has its answer, for messages."""
 
 
 def plain(text: str) -> str:
@@ -52,3 +55,21 @@ def small_integer(text: str) -> int | None:
     """0 to 999 as an answer sheet has it, one to three digits, zeros before them or not; None for all else, 25.0 too."""
     bare = plain(text)  # 2 0 4 stays three numbers
     return int(bare) if re.fullmatch(r"[0-9]{1,3}", bare) else None
+
+
+_MONEY = r"(?:\\?\$)*"
+_NUMBER = re.compile(
+    rf"{_MONEY}([+-]?){_MONEY}((?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+){_MONEY}\.?{_MONEY}"
+)
+
+
+def number(text: str) -> Decimal | None:
+    """`text` as a number, without `$`, commas between thousands and a full stop at its end; None if it is none, or two."""
+    match = _NUMBER.fullmatch(re.sub(r"(?<![0-9.,])\s+|\s+(?![0-9.,])", "", text))
+    return Decimal(match[1] + match[2].replace(",", "")) if match else None
+
+
+def spell(value: Decimal) -> str:
+    """The shortest spelling of a number: 0.5 for 0.50, 72 for 72.00."""
+    digits = f"{value:f}"
+    return "0" if not value else digits.rstrip("0").rstrip(".") if "." in digits else digits

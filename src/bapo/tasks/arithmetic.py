@@ -1,4 +1,4 @@
-"""Arithmetic: add, subtract, multiply two small whole numbers. Made from nothing, judged exactly.
+"""Arithmetic: add, subtract, multiply two small whole numbers. Generated, graded exactly.
 
 A prompt is `7 + 5 = ?`. A response is right when it is the number, `12`, or the whole equation, `7 + 5 = 12`, and nothing else.
 """
@@ -10,8 +10,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar
 
+from bapo.protocols import Split, Task
 from bapo.types import Prompt
 
 EOS = "."
@@ -22,12 +23,15 @@ NEAR = 5
 
 
 @dataclass(frozen=True)
-class Arithmetic:
-    """The task (`bapo.protocols.Task`), and a poor demonstrator of it for a warm start.
+class Arithmetic(Task):
+    """The task, and a poor demonstrator of it for a warm start.
 
     operations: which of + - *. largest: both numbers are in [0, largest]; a difference is never negative. train_size,
     test_size: prompts of each split; all distinct, so no test question is in train. seed: decides both.
     """
+
+    alphabet: ClassVar[str] = "0123456789+-*= ?"
+    eos: ClassVar[str] = EOS
 
     seed: int = 0
     operations: Sequence[str] = ("+", "-", "*")
@@ -53,15 +57,7 @@ class Arithmetic:
                 f"it must be <= {space}, the number of different questions"
             )
 
-    @property
-    def alphabet(self) -> str:
-        return "0123456789+-*= ?"
-
-    @property
-    def eos(self) -> str:
-        return EOS
-
-    def prompts(self, split: Literal["train", "test"]) -> tuple[Prompt, ...]:
+    def prompts(self, split: Split) -> tuple[Prompt, ...]:
         """The prompts of a split, always the same ones. The test split does not depend on `train_size`."""
         if split not in ("train", "test"):
             raise ValueError(f"split is {split!r}; it must be 'train' or 'test'")
@@ -71,7 +67,8 @@ class Arithmetic:
     def verify(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         """1.0 where the response is the number or the equation, spaces and a full stop at its end aside, else 0.0."""
         return [
-            float(_bare(said) in (p.answer, _bare(p.text[:-1]) + p.answer)) for p, said in zip(prompts, responses, strict=True)
+            float(_bare(response) in (p.answer, _bare(p.text[:-1]) + p.answer))
+            for p, response in zip(prompts, responses, strict=True)
         ]
 
     def answer(self, response: str) -> str | None:

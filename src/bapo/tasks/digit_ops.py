@@ -1,4 +1,4 @@
-"""Digit operations: apply an operation, named by a letter, to a few digits. Made from nothing, judged exactly.
+"""Digit operations: apply an operation, named by a letter, to a few digits. Generated, graded exactly.
 
 A prompt is a letter, digits and "=": `b58392=`. A response is an attempt, then either the end of the sequence or "x" (a
 withdrawal) and another attempt: `23589x98532`. Only the last attempt counts. So a response that doubts itself grows, and with a
@@ -11,8 +11,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar
 
+from bapo.protocols import Split, Task
 from bapo.types import Prompt
 
 EOS = "."
@@ -36,12 +37,15 @@ DIGIT_NOISE = 0.02
 
 
 @dataclass(frozen=True)
-class DigitOps:
-    """The task (`bapo.protocols.Task`), and a poor demonstrator of it for the warm start.
+class DigitOps(Task):
+    """The task, and a poor demonstrator of it for the warm start.
 
     seed: decides both splits. train_size, test_size: prompts of each; all distinct, so no test text is in train.
     digits: digits of a prompt. max_attempts: a response with more earns nothing.
     """
+
+    alphabet: ClassVar[str] = ALPHABET
+    eos: ClassVar[str] = EOS
 
     seed: int = 0
     train_size: int = 16_384
@@ -61,15 +65,7 @@ class DigitOps:
                 f"it must be <= {self._space}, the number of different prompts"
             )
 
-    @property
-    def alphabet(self) -> str:
-        return ALPHABET
-
-    @property
-    def eos(self) -> str:
-        return EOS
-
-    def prompts(self, split: Literal["train", "test"]) -> tuple[Prompt, ...]:
+    def prompts(self, split: Split) -> tuple[Prompt, ...]:
         """The prompts of a split, always the same ones. The test split does not depend on `train_size`."""
         if split == "test":
             indices = self._test_indices
@@ -122,8 +118,8 @@ class DigitOps:
     @cached_property
     def _train_indices(self) -> list[int]:
         test = set(self._test_indices)
-        drawn = random.Random(f"digit_ops/train/{self.seed}").sample(range(self._space), self.train_size + self.test_size)
-        return [index for index in drawn if index not in test][: self.train_size]
+        sample = random.Random(f"digit_ops/train/{self.seed}").sample(range(self._space), self.train_size + self.test_size)
+        return [index for index in sample if index not in test][: self.train_size]
 
     def _prompt(self, uid: str, index: int) -> Prompt:
         number, which = divmod(index, len(OPERATIONS))

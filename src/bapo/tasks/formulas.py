@@ -1,6 +1,6 @@
 """Equality of two formulas, by latex2sympy and math-verify.
 
-It may take forever, or all the memory there is: only `bapo.tasks.verify_worker` imports it.
+It may take forever, or all the memory there is: only worker processes import it (`bapo.tasks.compare`).
 """
 
 from __future__ import annotations

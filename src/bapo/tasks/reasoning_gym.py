@@ -1,35 +1,39 @@
-"""Any data set of the package reasoning_gym (arXiv 2505.24760) by its name: made from nothing, scored by its own scorer.
+"""Any data set of the package reasoning_gym (arXiv 2505.24760) by its name: generated, and graded by its own scorer.
 
-Worker processes make and score (`bapo.tasks.gym_worker`), so that whatever a scorer does ends in time.
+Worker processes generate and grade (`load`), so that a scorer that hangs on a model's text is killed, and since some generators
+depend on Python's hash seed, which workers share.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 import math
 import random
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, get_args
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Literal, get_args
 
+from bapo.protocols import Split, Task
 from bapo.tasks.answers import last_box
-from bapo.tasks.verify_pool import shared_pool
+from bapo.tasks.pool import shared_pool
+from bapo.tasks.worker import Reply, shorten
 from bapo.types import Prompt
 
 AnswerIn = Literal["response", "box", "tag"]
 EOS = "\x03"
 ALPHABET = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
-"""Printable ASCII and the line break: what a tiny model of its own can read and write."""
+"""Printable ASCII and the line break: the characters of a tiny model of its own."""
 RUNS_ANSWERS = {
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
     "simple_integration", "spiral_matrix", "string_insertion",
 }  # fmt: skip
 """Data sets of release 0.1.25 whose scorer gives the answer to Python's `eval`, or to sympy's parser, which is no better."""
 RIGHT = 0.4
-"""How often a demonstration has the right answer; else one of its letters or digits is another."""
+"""Share of right demonstrations; in the others one letter or digit is another."""
 STEP = 2**29
 """Between the seeds of train, test and demonstrations: item i of a data set is made of its seed plus i."""
 CHUNK = 32
@@ -38,14 +42,17 @@ LIMITS = {"make": {"timeout_s": 300.0, "memory_mb": 2048.0}, "score": {"timeout_
 
 
 @dataclass(frozen=True)
-class ReasoningGym:
-    """The task (`bapo.protocols.Task`), and a poor demonstrator of it for a warm start.
+class ReasoningGym(Task):
+    """The task, and a poor demonstrator of it for a warm start.
 
     dataset: a name that the package knows. config: fields of that data set's own, but not its seed and size. seed: decides all.
-    train_size, test_size: questions of each split; none of the test split is in train. answer_in: what is scored, the whole
-    stripped response, its last complete box, or its last `<answer>...</answer>`. instruction: follows every question.
+    train_size, test_size: questions of each split; none of the test split is in train. answer_in: the part that is graded: all
+    of the response, stripped, its last complete box, or its last `<answer>...</answer>`. instruction: follows every question.
     allow_eval: must be true for data sets whose scorer runs what a model has written (`RUNS_ANSWERS`).
     """
+
+    alphabet: ClassVar[str] = ALPHABET
+    eos: ClassVar[str] = EOS
 
     dataset: str
     config: Mapping[str, Any] | None = None
@@ -72,15 +79,7 @@ class ReasoningGym:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ValueError("task=reasoning_gym needs the package reasoning_gym: pip install reasoning_gym==0.1.25")
 
-    @property
-    def alphabet(self) -> str:
-        return ALPHABET
-
-    @property
-    def eos(self) -> str:
-        return EOS
-
-    def prompts(self, split: Literal["train", "test"]) -> Sequence[Prompt]:
+    def prompts(self, split: Split) -> Sequence[Prompt]:
         """The prompts of a split, always the same ones, made once. ValueError for what the data set refuses."""
         if split not in ("train", "test"):
             raise ValueError(f"split is {split!r}; it must be 'train' or 'test'")
@@ -100,18 +99,18 @@ class ReasoningGym:
         return [score if score is not None and math.isfinite(score) else None for score in scores]
 
     def answer(self, response: str) -> str | None:
-        """The scored part of a response; None if it is empty."""
-        said: str | None = response
+        """The graded part of a response; None if it is empty."""
+        part: str | None = response
         if self.answer_in == "box":
-            said = last_box(response)
+            part = last_box(response)
         elif self.answer_in == "tag":
             before, end, _ = response.rpartition("</answer>")
             _, begin, inside = before.rpartition("<answer>")
-            said = inside if begin and end else None
-        return (said or "").strip() or None
+            part = inside if begin and end else None
+        return (part or "").strip() or None
 
     def demonstrations(self, n: int, seed: int) -> list[tuple[str, str]]:
-        """`n` pairs (prompt text, answer without `EOS`) on questions outside the test split; `RIGHT` of the answers are right.
+        """`n` pairs (prompt text, answer without `EOS`) on questions outside the test split; a share of `RIGHT` is right.
 
         ValueError for a data set without answers of its own.
         """
@@ -139,18 +138,18 @@ class ReasoningGym:
     def _apart_from_test(self, split: str, size: int) -> list[tuple[int, str, str]]:
         """The first `size` items of which no test question is one."""
         test = {prompt.text for prompt in self._test}
-        found: list[tuple[int, str, str]] = []
+        items: list[tuple[int, str, str]] = []
         made = 0
-        while len(found) < size and made < self._drawn(split):
-            stop = min(made + size - len(found), self._drawn(split))
-            found += [item for item in self._made(split, made, stop) if item[1] not in test]
+        while len(items) < size and made < self._size(split):
+            stop = min(made + size - len(items), self._size(split))
+            items += [item for item in self._made(split, made, stop) if item[1] not in test]
             made = stop
-        if len(found) < size:
+        if len(items) < size:
             raise ValueError(
                 f"task.dataset is {self.dataset!r} with task.config {dict(self.config or {})}: too few different questions; "
-                f"of {made}, {len(found)} are not in a test split of {self.test_size}, and {size} are wanted"
+                f"of {made}, {len(items)} are not in a test split of {self.test_size}, and {size} are wanted"
             )
-        return found
+        return items
 
     def _made(self, split: str, start: int, stop: int) -> list[tuple[int, str, str]]:
         """(index, prompt text, answer) of the items [start, stop)."""
@@ -168,7 +167,7 @@ class ReasoningGym:
             if fault in reply:
                 raise ValueError(f"task.dataset is {self.dataset!r} with task.config {dict(self.config or {})}: {reply[fault]}")
 
-    def _drawn(self, split: str) -> int:
+    def _size(self, split: str) -> int:
         """The size of the data set that a split is taken from."""
         return self.test_size if split == "test" else 2 * self.train_size + self.test_size
 
@@ -176,12 +175,12 @@ class ReasoningGym:
         """Identifies the data set to a worker."""
         first = random.Random(f"reasoning_gym/{self.seed}").randrange(STEP)
         seed = first + STEP * ("test", "train", "demonstrations").index(split)
-        config = {**(self.config or {}), "seed": seed, "size": self._drawn(split)}
+        config = {**(self.config or {}), "seed": seed, "size": self._size(split)}
         return {"dataset": self.dataset, "config": json.dumps(config, sort_keys=True)}
 
 
 def _pool() -> Any:
-    return shared_pool("bapo.tasks.gym_worker")
+    return shared_pool("bapo.tasks.reasoning_gym")
 
 
 def _another(answer: str, rng: random.Random) -> str:
@@ -193,3 +192,43 @@ def _another(answer: str, rng: random.Random) -> str:
     kinds = (string.digits, string.ascii_lowercase, string.ascii_uppercase)
     kind = next(kind for kind in kinds if answer[place] in kind)
     return answer[:place] + rng.choice([other for other in kind if other != answer[place]]) + answer[place + 1 :]
+
+
+def load() -> Reply:
+    """The function of a worker: makes the items [start, stop) of a data set, or scores an answer to one."""
+    import reasoning_gym
+
+    @lru_cache(maxsize=8)
+    def items_of(dataset: str, config: str) -> Any:
+        return reasoning_gym.create_dataset(dataset, **json.loads(config))
+
+    @lru_cache(maxsize=64)  # a group asks for the same one many times
+    def item(dataset: str, config: str, index: int) -> Any:
+        return items_of(dataset, config)[index]
+
+    def reply(question: dict[str, Any]) -> dict[str, Any]:
+        key = (question["dataset"], question["config"])
+        try:
+            items = items_of(*key)
+        except Exception as error:
+            return {"refused": _unknown(question["dataset"], reasoning_gym.factory.DATASETS) or shorten(error)}
+        try:
+            if "index" in question:
+                return {"score": float(items.score_answer(question["answer"], item(*key, question["index"])))}
+            chunk = [items[index] for index in range(question["start"], question["stop"])]
+            return {"items": [(one["question"], "" if one["answer"] is None else str(one["answer"])) for one in chunk]}
+        except MemoryError:
+            return {"gave_up": "out of memory", "last": True}
+        except Exception as error:
+            return {"raised": shorten(error)}
+
+    return reply
+
+
+def _unknown(dataset: str, known: Iterable[str]) -> str | None:
+    """The nearest names, if there is no data set of that name."""
+    names = sorted(known)
+    if dataset in names:
+        return None
+    near = difflib.get_close_matches(dataset, names, n=3, cutoff=0.5) or [name for name in names if dataset in name][:3]
+    return f"reasoning_gym has no data set of that name; nearest: {', '.join(near) or 'none'} ({len(names)} in all)"

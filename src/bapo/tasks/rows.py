@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,10 @@ class Rows:
     key: str = "task.path"
 
     def read(self, columns: Sequence[str]) -> Any:
-        """A `datasets.Dataset` with these columns. Raises ValueError in one line for whatever cannot be had."""
+        """A `datasets.Dataset` with these columns; for `a.b`, a field of a column, with the column.
+
+        Raises ValueError, in one line, for data that cannot be loaded.
+        """
         import datasets  # takes a second
 
         datasets.disable_progress_bars()
@@ -46,9 +49,10 @@ class Rows:
         except Exception as error:  # no network, no such data set, no such split, broken files: each with a class of its own
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ValueError(f"{self} could not be loaded: {reason}") from error
+        columns = list(dict.fromkeys(top(column, loaded.column_names) for column in columns))
         if missing := sorted(set(columns) - set(loaded.column_names)):
             raise ValueError(f"{self} has no column {', '.join(missing)} (it has {', '.join(loaded.column_names)})")
-        return loaded.select_columns(list(columns))
+        return loaded.select_columns(columns)
 
     def _source(self) -> dict[str, Any]:
         """Arguments of `load_dataset`, besides the split."""
@@ -67,7 +71,7 @@ class Rows:
         return {"path": builders.pop(), "name": name, "data_files": {self.split: [str(file) for file in files]}}
 
     def _files_in(self, folder: Path) -> list[Path]:
-        """Its files: `train.jsonl`, or `train-00000-of-00002.parquet` and its like, there or in a folder `data`."""
+        """The split's files: `train.jsonl`, or `train-00000-of-00002.parquet` and its like, there or in a folder `data`."""
         for where in (folder, folder / "data"):
             if found := [file for suffix in BUILDERS if (file := where / f"{self.split}{suffix}").is_file()]:
                 return found
@@ -83,7 +87,7 @@ class Rows:
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """Format of the files."""
+    """SHA-256 of the contents of the files."""
     parts = []
     for file in files:
         with file.open("rb") as opened:
@@ -104,8 +108,14 @@ def text(value: Any, what: str) -> str:
     return value.strip()
 
 
-def member(value: Any, *keys: str) -> Any:
-    """`value[key][key]...`, None where there is no such thing."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
+def member(value: Any, path: str) -> Any:
+    """The value at a dotted path of keys, which may hold dots themselves; None where there is none."""
+    if not isinstance(value, Mapping):
+        return None
+    key = top(path, value)
+    return value.get(path) if key == path else member(value.get(key), path[len(key) + 1 :])
+
+
+def top(path: str, keys: Iterable[str]) -> str:
+    """The key that `path` begins with; its first part if it begins with none."""
+    return next((key for key in keys if path == key or path.startswith(f"{key}.")), path.partition(".")[0])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bapo.optimizer import check_optimizer, check_schedule
+from bapo.protocols import Task
 from bapo.training.config_check import check_trainer_flags
 from bapo.training.process import hush
 
@@ -46,12 +47,14 @@ def check_numbers(parts: Mapping[str, Any]) -> None:
 def _check_splits(task: Any, callbacks: Mapping[str, Any]) -> None:
     """ValueError if there is nothing to train on, or nothing to evaluate."""
     add = "+task@callbacks.evaluate.benchmarks.NAME=NAME"
-    if "train" not in (splits := getattr(task, "splits", ("train",))):
-        only = ", ".join(splits)
+    if not isinstance(task, Task):
+        raise ValueError(f"task is a {type(task).__name__}; it must be a class that derives from bapo.protocols.Task")
+    if "train" not in task.splits:
+        only = ", ".join(task.splits)
         raise ValueError(f"task is {task.name}, which has only {only}: nothing to train on; to be evaluated: {add}")
     for callback in (c for c in callbacks.values() if hasattr(c, "benchmarks")):
         for name, benchmark in (callback.benchmarks or {"": task}).items():
-            if callback.split not in (splits := getattr(benchmark, "splits", (callback.split,))):
+            if callback.split not in (splits := benchmark.splits):
                 where = f"callbacks.evaluate.benchmarks.{name}" if name else f"task {benchmark.name}"
                 other = f"callbacks.evaluate.benchmarks.{name}=null" if name else add
                 raise ValueError(

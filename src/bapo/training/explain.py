@@ -263,10 +263,10 @@ def source_lines(parts: Mapping[str, Any], sizes: Sizes | None) -> list[Line]:
     else:
         stored = f", about 2 bytes * {sizes.parameters:,} if it is stored in bfloat16" if sizes else ""
         model = _source("model", str(policy.path), policy.revision, stored)
-    path = getattr(task, "path", None)
-    if path is None:
+    if task.source is None:
         return [model, Line("data", "made here", type(task).__name__)]
-    return [model, _source("data", path, getattr(task, "revision", None), "")]
+    path, revision = task.source
+    return [model, _source("data", path, revision, "")]
 
 
 def _source(what: str, path: str, revision: str | None, note: str) -> Line:

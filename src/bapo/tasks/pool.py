@@ -1,4 +1,4 @@
-"""Worker processes that judge answers, started when they are needed, and killed and replaced when they take too long."""
+"""Worker processes that grade answers, started on demand, killed and replaced when they take too long."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import Any
 START_TIMEOUT_S = 120.0
 MAX_WORKERS = 4
 CLOSED = "the workers were closed while they verified answers"
-VERIFY = "bapo.tasks.verify_worker"
+COMPARE = "bapo.tasks.compare"
 
 
 class Worker:
-    """One process of a module such as `VERIFY`, in a session of its own, so that Ctrl-C is for the main process alone."""
+    """One process of `bapo.tasks.worker`, in a session of its own, so that Ctrl-C is for the main process alone."""
 
-    def __init__(self, module: str = VERIFY) -> None:
+    def __init__(self, module: str = COMPARE) -> None:
         self._connection, theirs = Pipe()
         with theirs:
             number = theirs.fileno()
-            self._command = [sys.executable, "-P", "-m", module, str(number), str(os.getpid())]
+            self._command = [sys.executable, "-P", "-m", "bapo.tasks.worker", module, str(number), str(os.getpid())]
             self.process = subprocess.Popen(
                 self._command,
                 pass_fds=[number],
@@ -39,7 +39,7 @@ class Worker:
             )
 
     def wait_until_ready(self) -> None:
-        """To be called first. Raises RuntimeError if it cannot answer anything."""
+        """Call it first. Raises RuntimeError if the worker cannot answer anything."""
         try:
             hello = self._receive(START_TIMEOUT_S)
         except (OSError, EOFError) as error:
@@ -49,7 +49,7 @@ class Worker:
             raise RuntimeError(f"answers cannot be verified, {hello['broken']}")
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Its reply. Raises TimeoutError, and EOFError or another OSError if it is no more; then it is of no use any longer."""
+        """The reply. Raises TimeoutError, or EOFError or another OSError for a dead worker; stop it after either."""
         self._connection.send_bytes(json.dumps(question).encode())
         return self._receive(question["timeout_s"])
 
@@ -66,9 +66,9 @@ class Worker:
 
 
 class WorkerPool:
-    """Up to `size` workers for any number of threads. What took too long, or ended its worker, has a reply that says so."""
+    """Up to `size` workers for any number of threads. The reply says if a question took too long or ended its worker."""
 
-    def __init__(self, size: int, module: str = VERIFY):
+    def __init__(self, size: int, module: str = COMPARE):
         self._size, self._module = size, module
         self._slots: queue.LifoQueue[Worker | None] = queue.LifoQueue()
         for _ in range(size):
@@ -133,7 +133,7 @@ class WorkerPool:
         with self._lock:
             self._closed = True
             workers, self._workers = self._workers, set()
-        for worker in workers:  # whoever waits for one closes its connection
+        for worker in workers:  # the thread that waits for one closes its connection
             worker.process.kill()
             worker.process.wait()
 
@@ -142,8 +142,8 @@ _pools: dict[str, WorkerPool] = {}
 _pool_lock = threading.Lock()
 
 
-def shared_pool(module: str = VERIFY) -> WorkerPool:
-    """The one of this process for workers of `module`. It starts nothing before it is asked."""
+def shared_pool(module: str = COMPARE) -> WorkerPool:
+    """The pool of this process for workers of `module`. It starts nothing before the first question."""
     with _pool_lock:
         if module not in _pools:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
