@@ -14,7 +14,7 @@ BOMBS = (
 
 
 def main(easy: int = 20_000, formulas: int = 400, timeout_s: float = 5.0) -> dict[str, float]:
-    """Seconds of each batch, after it is printed. No answer is there twice, since equal pairs are judged once."""
+    """Seconds of each batch, after it is printed. No answer is there twice, since equal pairs are graded once."""
     numbers = [(f"{n}", rf"so it is \boxed{{{n + n % 2}.0}}") for n in range(easy)]
     surds = [(rf"{n}\sqrt{{2}}", rf"\boxed{{\sqrt{{{2 * n * n}}}}}") for n in range(2, 2 * formulas + 2)]
     bombs = [(r"\sqrt{2}", rf"\boxed{{{bomb}}}") for bomb in BOMBS]

@@ -1,4 +1,4 @@
-"""Group-relative advantages: a response is judged against the other responses to its own prompt.
+"""Group-relative advantages: a response is compared with the other responses to its own prompt.
 
 Each is computed over every group generated for a pool; groups of equal rewards leave the pool afterwards (`zero_variance`).
 Rewards are [N], uids name the group of each row, advantages are float32 [N]. Sums are exact (math.fsum), so the order of the

@@ -150,9 +150,9 @@ class RolloutDataModule(L.LightningDataModule):
                 self._pool = pool if pool.meta["round"] == round_index else self._pool
             self.newest = max(self.newest, due[-1] - (self._finish_background is not None))
             if self.schedule.replay and self._pool:
-                older = [load_pool(self.rounds_dir, index) for index in self.schedule.replay.of(round_index)]
+                earlier = [load_pool(self.rounds_dir, index) for index in self.schedule.replay.of(round_index)]
                 self._pool = self.schedule.replay.add(
-                    self._pool, [pool for pool in older if pool], self.seed, self.schedule.most_staleness
+                    self._pool, [pool for pool in earlier if pool], self.seed, self.schedule.most_staleness
                 )
         assert self._pool is not None
         return self._pool

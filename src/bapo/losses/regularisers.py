@@ -1,4 +1,4 @@
-"""Terms beside the policy loss: a bonus for entropy, a penalty for leaving a frozen reference policy. Tensors are [B, T]."""
+"""Terms added to the policy loss: a bonus for entropy, a penalty for leaving a frozen reference policy. Tensors are [B, T]."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def tidy(text: str) -> str:
     for pattern, new in _TIDY:
         text = pattern.sub(new, text)
     text = text.strip()
-    text = text if text.endswith("..") else text.rstrip(".,; ")  # 0.333... goes on
+    text = text if text.endswith("..") else text.rstrip(".,; ")  # 0.333... has more digits
     while match := _WRAPPED.fullmatch(text):
         text = (match[1] or match[2]).strip()
     return text

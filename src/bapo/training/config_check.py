@@ -176,7 +176,7 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping) and "_target_" in value
     if origin in (dict, Mapping, Callable):
         return isinstance(value, Mapping)
-    return True  # a library's own type: let it judge
+    return True  # a library's own type checks itself
 
 
 def _say(hint: Any) -> str:

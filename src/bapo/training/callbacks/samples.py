@@ -18,7 +18,7 @@ from bapo.training.run_folder import SAMPLES
 class Samples(L.Callback):
     """At the first update of a round, `per_round` rows of its pool's `meta["samples"]` go to RUN/samples.jsonl and the loggers.
 
-    A line of the file is an object: round, global_step (completed updates when the round was drawn) and the row. W&B gets a
+    A line of the file is an object: round, global_step (completed updates when the round was generated) and the row. W&B gets a
     table and TensorBoard a text, both named `samples`. A resumed run leaves the lines of an uninterrupted one. Rank 0 only.
     """
 
@@ -40,7 +40,7 @@ class Samples(L.Callback):
         self.written = round_index
         pool = data.pool(round_index, Ranks(trainer.global_rank, trainer.world_size))
         step = {"round": round_index, "global_step": pool.meta["policy_version"]}
-        rows = [step | row for row in pool.meta.get("samples", [])[: self.per_round]]  # pools of older runs have none
+        rows = [step | row for row in pool.meta.get("samples", [])[: self.per_round]]
         if rows:
             with file.open("a", encoding="utf-8") as lines:
                 lines.write("".join(json.dumps(row) + "\n" for row in rows))
