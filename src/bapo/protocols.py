@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -71,14 +71,13 @@ class Engine:
 
     dtype: of the weights it computes with. max_positions: the most tokens of prompt and response together, None if unknown.
     takes_adapter: a LoRA policy arrives by `load_adapter`. shared: one engine serves all ranks: rank 0 loads it, the others are
-    told by `set_version`. counters: metrics of the last `generate`.
+    told by `set_version`.
     """
 
     dtype: torch.dtype = torch.float32
     max_positions: int | None = None
     takes_adapter: bool = False
     shared: bool = False
-    counters: Mapping[str, float] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise NotImplementedError

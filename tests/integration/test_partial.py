@@ -16,8 +16,9 @@ from support.tasks import Echo
 from bapo.advantages import GroupRelativeAdvantage
 from bapo.module import BapoModule
 from bapo.protocols import Engine, EngineError
-from bapo.rollouts.collector import Collector, RolloutOptions
+from bapo.rollouts.collector import Collector
 from bapo.rollouts.groups import Group, PartialRollouts, extend, load_groups, save_groups
+from bapo.rollouts.options import RolloutOptions
 from bapo.rollouts.pool import load_pool, load_unfinished
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import prompt_slots

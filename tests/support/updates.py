@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
 
-from bapo.data.datamodule import EpochLoader
+from bapo.data.epoch import EpochLoader
 from bapo.losses import BapoLoss, BoundRange, FixedClipLoss
 from bapo.losses.objective import Objective
 from bapo.module import BapoModule

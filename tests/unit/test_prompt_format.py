@@ -16,7 +16,8 @@ from bapo.advantages import GroupRelativeAdvantage
 from bapo.data.datamodule import RolloutDataModule
 from bapo.evaluation import evaluate
 from bapo.evaluation.callback import Evaluate
-from bapo.rollouts.collector import Collector, RolloutOptions
+from bapo.rollouts.collector import Collector
+from bapo.rollouts.options import RolloutOptions
 from bapo.rollouts.prompt_format import PLAIN, PromptFormat
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import Schedule

@@ -14,7 +14,8 @@ from support.tasks import Echo
 
 from bapo.advantages import GroupRelativeAdvantage
 from bapo.protocols import EngineError
-from bapo.rollouts.collector import Collector, RolloutOptions
+from bapo.rollouts.collector import Collector
+from bapo.rollouts.options import RolloutOptions
 from bapo.rollouts.pool import load_meta, load_pool
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.schedule import Schedule, deal_minibatches, prompt_slots

@@ -14,6 +14,7 @@ import lightning as L
 import torch
 
 from bapo.data import background
+from bapo.data.epoch import EpochLoader, epoch_minibatches
 from bapo.engines.sync_check import PROMPTS, check_sync, sync_gap
 from bapo.protocols import PolicyHandle
 from bapo.rollouts.collector import Collector
@@ -21,34 +22,9 @@ from bapo.rollouts.groups import Group
 from bapo.rollouts.pool import Pool, load_meta, load_pool, load_unfinished
 from bapo.rollouts.ranks import Ranks
 from bapo.rollouts.round_state import RoundState
-from bapo.rollouts.schedule import Schedule, deal_minibatches
-from bapo.types import MiniBatch
+from bapo.rollouts.schedule import Schedule
 
 log = logging.getLogger(__name__)
-
-
-class EpochLoader:
-    """The mini-batches of one epoch. Its state is how many have been handed out, so that a run can stop between two of them."""
-
-    def __init__(self, minibatches: Sequence[MiniBatch]):
-        self.minibatches = minibatches
-        self.handed_out = 0
-        self.resume_at = 0
-
-    def __len__(self) -> int:
-        return len(self.minibatches)
-
-    def __iter__(self) -> Iterator[MiniBatch]:
-        self.handed_out, self.resume_at = self.resume_at, 0
-        while self.handed_out < len(self.minibatches):
-            self.handed_out += 1
-            yield self.minibatches[self.handed_out - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"handed_out": self.handed_out}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.resume_at = state["handed_out"]
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -122,16 +98,7 @@ class RolloutDataModule(L.LightningDataModule):
         ranks = Ranks(self.trainer.global_rank, self.trainer.world_size)
         pool = self.pool(self.schedule.round_of(epoch), ranks)
         self.on_phase("train")
-        parts = deal_minibatches(len(pool.batch), self.schedule.minibatches_per_epoch, self.seed, epoch)
-        first_epoch = epoch % self.schedule.epochs_per_round == 0
-        places = pool.places()
-        minibatches = []
-        for index, part in enumerate(parts):
-            # Ranks take turns along the lengths, so that each gets about the same number of tokens.
-            rows = _longest_first(part, pool)[ranks.rank :: ranks.world]
-            metrics = _row_metrics(pool, epoch, first=first_epoch and index == 0)
-            minibatches.append(MiniBatch(pool.batch.select(rows), metrics, places[rows]))
-        return EpochLoader(minibatches)
+        return EpochLoader(epoch_minibatches(pool, self.schedule, self.seed, epoch, ranks))
 
     def pool(self, round_index: int, ranks: Ranks) -> Pool:
         """The pool of a round: the one in memory, else from its file, else collected now, with those that are due.
@@ -209,7 +176,6 @@ class RolloutDataModule(L.LightningDataModule):
         timing = {name: value for name, value in facts.items() if name.startswith("time/")}
         pool.meta["timing"] |= timing
         pool.meta["metrics"] |= {name: value for name, value in facts.items() if name not in timing}
-        pool.meta["metrics"] |= self.collector.engine.counters
         if ranks.rank == 0:
             pool.save(self.rounds_dir)
         ranks.gather(None)  # a barrier: the file is there for every rank
@@ -258,13 +224,3 @@ class RolloutDataModule(L.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         self._pool = None
-
-
-def _longest_first(rows: Any, pool: Pool) -> Any:
-    return rows[pool.batch.lengths()[rows].argsort(descending=True, stable=True)]
-
-
-def _row_metrics(pool: Pool, epoch: int, first: bool) -> dict[str, float]:
-    meta = pool.meta
-    axes = {"rollout/round": meta["round"], "rollout/epoch": epoch, "rollout/tokens_total": meta["tokens_total"]}
-    return axes | meta["metrics"] | meta["timing"] if first else axes

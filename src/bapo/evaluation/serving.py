@@ -15,7 +15,7 @@ from bapo.engines.sync_check import TOLERANCE, check_sync, sync_gap
 from bapo.evaluation.policy import PolicySource
 from bapo.policy.causal_lm import DTYPES, CausalLMPolicy, load_model
 from bapo.protocols import Engine
-from bapo.rollouts.collector import RolloutOptions
+from bapo.rollouts.options import RolloutOptions
 from bapo.rollouts.ranks import Ranks
 from bapo.training.process import known_to_children
 from bapo.types import Batch, SamplingParams, TokenStats

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from bapo.data.datamodule import EpochLoader
+from bapo.data.epoch import EpochLoader
 from bapo.rollouts.prompt_format import PromptFormat
 from bapo.rollouts.schedule import Schedule, deal_minibatches
 from bapo.rollouts.seeds import derive_seed
