@@ -403,7 +403,7 @@ REFUSED = {
     "seed=-1": "seed is -1; it must be >= 0",
     "benchmark=nope": "Could not find 'benchmark/nope'",
     "benchmark.digit_ops=null": "benchmark names no task",
-    "benchmark=gsm8k": "policy.path is null; this benchmark has no demonstrations to make a policy of",
+    "benchmark=gsm8k": "task is gsm8k, which has no demonstrations for policy.warm_start: choose a model for it",
     "policy=./no_such": "policy.path is './no_such'; it must be a model folder (config.json), a run folder, a ",
     "policy=no-such-owner/no-such-model": "policy.path is 'no-such-owner/no-such-model'; no model could be loaded from it: ",
     "policy=hub": "policy is 'hub', which names no model; here it is policy=PATH_OR_HUB_ID itself",

@@ -37,6 +37,22 @@ def uninterrupted(small, tmp_path_factory) -> Path:
     return folder
 
 
+KILLED = """
+import os, runpy, signal, sys
+from bapo.module import BapoModule
+
+def log_row(self, row, plain=BapoModule.log_row):
+    plain(self, row)
+    if self.global_step == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+BapoModule.log_row = log_row
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A program that runs a script, here train.py, and kills itself while its sixth update is being logged."""
+
+
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(newest_checkpoint(folder), weights_only=True)["state_dict"]
 
@@ -377,15 +393,9 @@ def test_behaviour_is_scored_at_the_precision_of_training(small, tmp_path):
 @pytest.mark.slow
 def test_killed_without_warning_loses_at_most_the_updates_since_the_checkpoint(uninterrupted, small, tmp_path):
     folder = tmp_path / "killed"
-    command = [sys.executable, str(REPOSITORY / "train.py"), *small, f"hydra.run.dir={folder}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while newest_checkpoint(folder) is None:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
+    command = [sys.executable, "-c", KILLED, str(REPOSITORY / "train.py"), *small, f"hydra.run.dir={folder}"]
+    killed = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert json.loads((folder / "status.json").read_text())["status"] == "running"
     run_experiment(folder, f"resume={folder}")
     assert_same_run(folder, uninterrupted)

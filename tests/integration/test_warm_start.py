@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo.policy.tiny_qwen3 import tiny_qwen3
 from bapo.policy.tokenizer import PAD, character_tokenizer, check_alphabet
+from bapo.protocols import Task
 from bapo.sft.warm_start import Untrained, WarmStart
 from bapo.tasks.digit_ops import ALPHABET, EOS, DigitOps
 from bapo.types import Prompt
@@ -27,8 +28,8 @@ TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "hea
 
 
 @dataclass(frozen=True)
-class Echo:
-    """A task of its own, known to the warm start by its three attributes only: write the letter again."""
+class Echo(Task):
+    """A task with its own characters and demonstrations: write the letter again."""
 
     alphabet: str = "ab="
     eos: str = "."
@@ -388,8 +389,8 @@ def test_untrained_is_what_a_warm_start_begins_with(tmp_path: Path) -> None:
     assert len({folder, *others}) == 4
     with pytest.raises(ValueError, match="model has hiden_size; it takes"):
         Untrained(model={"hiden_size": 8})
-    with pytest.raises(ValueError, match="task is object, which has no demonstrations"):
-        made(object())
+    with pytest.raises(ValueError, match="task is Task, which has no demonstrations"):
+        made(Task())
 
 
 def test_a_model_too_short_is_refused_before_all_demonstrations_are_made(tmp_path: Path) -> None:

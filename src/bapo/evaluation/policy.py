@@ -71,10 +71,6 @@ def find_policy(choice: PolicyChoice, task: Any, embedded: PolicyOptions, made: 
     if policy is None:
         if revision is not None:
             raise ValueError(f"policy.revision is {revision!r}; it goes with a hub id, and policy.path is null")
-        if of_task(embedded) and not hasattr(task, "demonstrations"):
-            raise ValueError(
-                "policy.path is null; this benchmark has no demonstrations to make a policy of: policy=PATH_OR_HUB_ID"
-            )
         folder = embedded.model_path(task)
         mark = fingerprint(folder)
         source = PolicySource(made, made, mark, folder, lambda: folder, load, embedded.dtype, of_task=of_task(embedded))

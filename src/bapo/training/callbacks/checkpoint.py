@@ -36,6 +36,10 @@ class Checkpoints(ModelCheckpoint):
         self.dirpath = self.dirpath or str(Path(trainer.default_root_dir) / "checkpoints")
         super().setup(trainer, pl_module, stage)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._last_global_step_saved = trainer.global_step  # what a resumed run was loaded from needs no saving
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         super().on_train_batch_end(trainer, pl_module, *args)
         ends = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
@@ -61,15 +65,15 @@ class Checkpoints(ModelCheckpoint):
 
     def _save_newest(self, trainer: L.Trainer, between: bool) -> None:
         """Saves unless that is done. between: two epochs; the one before is saved as at its last update, like all others."""
-        folder, step = Path(str(self.dirpath)), trainer.global_step
         debugging: Any = trainer.fast_dev_run  # type: ignore[attr-defined]
-        if debugging or step in {0, *checkpoint_steps(folder).values()}:
+        # Not by the files in the folder: saving is a collective, and one rank may see a file before another does.
+        if debugging or trainer.global_step == self._last_global_step_saved:
             return
         progress: Any = trainer.fit_loop.epoch_progress.current
         before = progress.processed, progress.completed
         if between:
             progress.processed = progress.completed = progress.completed - 1
-        trainer.save_checkpoint(folder / f"update={step:06d}.ckpt")
+        self._save_checkpoint(trainer, str(Path(str(self.dirpath)) / f"update={trainer.global_step:06d}.ckpt"))
         progress.processed, progress.completed = before
 
 
