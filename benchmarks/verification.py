@@ -1,4 +1,4 @@
-"""What judging answers costs: `python benchmarks/verification.py` prints a table; docs/verification.md quotes it."""
+"""Cost of grading answers: `python benchmarks/verification.py` prints a table; docs/verification.md quotes it."""
 
 from __future__ import annotations
 

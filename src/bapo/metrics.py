@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 Reduction = Literal["sum", "token_mean", "max", "global"]
-"""How parts over micro-batches and ranks become one value: their sum; their sum over the trained tokens of the update; their
-maximum; or `global`: one part that is already the whole (the same on every rank)."""
+"""The reduction of parts over micro-batches and ranks to one value: their sum; their sum over the trained tokens of the
+update; their maximum; or `global`: one part that is already the whole (the same on every rank)."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,12 @@ _TABLE: tuple[tuple[str, str, str, Reduction], ...] = (
     ("mismatch/kl_k3", "mean of x - 1 - log x, x = behaviour prob / sampler prob", "nats", "global"),
     ("mismatch/logp_abs_diff_mean", "mean |behaviour_logprobs - sampler_logprobs|", "nats", "global"),
     ("mismatch/logp_abs_diff_max", "largest |behaviour_logprobs - sampler_logprobs|", "nats", "global"),
-    ("mismatch/probe_max_diff", "largest |log-prob of trainer - of engine| over the probe after the sync", "nats", "global"),
+    (
+        "mismatch/probe_max_diff",
+        "largest |log-prob of trainer - of engine| over the tokens of the sync check",
+        "nats",
+        "global",
+    ),
     ("staleness/mean", "mean over trained tokens of updates since their weights", "updates", "token_mean"),
     ("staleness/max", "largest number of updates since a trained token's weights", "updates", "max"),
     ("time/refill", "wall time of collecting this pool", "s", "global"),

@@ -132,7 +132,11 @@ def test_a_finished_evaluation_is_told_again_without_a_model(small, tmp_path, ca
 )  # fmt: skip
 def test_whatever_decides_the_result_decides_the_folder(small, model_folder, change: str) -> None:
     fixed = (*small, f"policy={model_folder}")
-    (one,), (same,), (other,) = planned(*fixed), planned(*fixed, "problems_per_draw=3", "threads=null"), planned(*fixed, change)
+    (one,), (same,), (other,) = (
+        planned(*fixed),
+        planned(*fixed, "problems_per_batch=3", "threads=null"),
+        planned(*fixed, change),
+    )
     assert one.folder == same.folder != other.folder
 
 
@@ -156,14 +160,14 @@ def failing(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> l
 @pytest.mark.parametrize("error", [EngineError("the engine is gone"), KeyboardInterrupt(), SystemExit(143)], ids=repr)
 def test_what_is_finished_is_kept_and_only_the_rest_is_drawn(small, tmp_path, monkeypatch, caplog, error) -> None:
     (whole,) = run(composed(*small))
-    cut = (*small[:-2], f"output_dir={tmp_path / 'cut'}", small[-1], "problems_per_draw=5")
+    cut = (*small[:-2], f"output_dir={tmp_path / 'cut'}", small[-1], "problems_per_batch=5")
     with monkeypatch.context() as patch, caplog.at_level("INFO", "bapo"):
         failing(patch, 4, error)  # the probe, then two draws
         with pytest.raises(type(error)):
             run(composed(*cut))
     folder = folder_of(tmp_path, "cut")
     assert f"digit_ops: 10 of 32 problems are kept in {folder}" in caplog.text
-    assert "to go on: python " in caplog.text
+    assert "to resume: python " in caplog.text
     assert not (folder / "result.json").exists()
     with (folder / SAMPLES).open("a") as file:  # a kill in the middle of a line, after a whole one
         one = (folder_of(tmp_path) / SAMPLES).read_text().splitlines(keepends=True)[40]
@@ -395,7 +399,7 @@ REFUSED = {
     "rollout.group_size=4": "rollout.group_size counts in training alone",
     "rollout.prompt.kind=chat": "rollout.prompt.kind is 'chat'; the tokenizer of ",
     "max_problems=0": "max_problems is 0; it must be >= 1",
-    "problems_per_draw=0": "problems_per_draw is 0; it must be >= 1",
+    "problems_per_batch=0": "problems_per_batch is 0; it must be >= 1",
     "devices=0": "devices is 0; it must be >= 1",
     SECOND + " devices=2": "devices is 2; with policy.path null it takes one benchmark at a time",
     "split=validation": "split is 'validation'; it must be one of train, test",
@@ -533,7 +537,13 @@ def test_a_mistake_ends_in_one_message(tmp_path) -> None:
 )
 def test_a_stopped_evaluation_goes_on_where_it_was(small, tmp_path, number, code) -> None:
     (whole,) = run(composed(*small[:3], *small[3:], "benchmark.digit_ops.test_size=400"))
-    cut = (*small[:-2], f"output_dir={tmp_path / 'cut'}", small[-1], "benchmark.digit_ops.test_size=400", "problems_per_draw=1")
+    cut = (
+        *small[:-2],
+        f"output_dir={tmp_path / 'cut'}",
+        small[-1],
+        "benchmark.digit_ops.test_size=400",
+        "problems_per_batch=1",
+    )
     process = start(tmp_path, *cut)
     end = time.monotonic() + 120
     while time.monotonic() < end and process.poll() is None:
@@ -545,7 +555,7 @@ def test_a_stopped_evaluation_goes_on_where_it_was(small, tmp_path, number, code
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
     assert "Traceback" not in err
-    assert ("to go on: python " in out) == (number != signal.SIGKILL)
+    assert ("to resume: python " in out) == (number != signal.SIGKILL)
     folder = folder_of(tmp_path, "cut")
     kept = len(read_samples(folder, 4)) // 4
     assert 10 <= kept < 400
@@ -559,7 +569,7 @@ def test_a_stopped_evaluation_goes_on_where_it_was(small, tmp_path, number, code
 @pytest.mark.slow
 def test_two_processes_give_the_numbers_and_files_of_one(small, tmp_path) -> None:
     (one,) = run(composed(*small, "max_problems=31"))
-    two = (*small[:-2], f"output_dir={tmp_path / 'two'}", small[-1], "max_problems=31", "problems_per_draw=5", "devices=2")
+    two = (*small[:-2], f"output_dir={tmp_path / 'two'}", small[-1], "max_problems=31", "problems_per_batch=5", "devices=2")
     code, out, err = evaluate(tmp_path, *two)
     assert code == 0, err
     assert out.count("31 of 31 problems") == 1  # rank 0 says it

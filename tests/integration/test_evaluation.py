@@ -198,7 +198,7 @@ def test_ranks_share_a_draw_and_one_that_has_none_draws_nothing(tokenizer) -> No
     engine, task = scripted(tokenizer), Counting(30)
     arguments = (task, tokenizer, PLAIN, task.rows, SamplingParams(max_tokens=4), 1, 7)
     everything = [one for chunk in scored_chunks(scripted(tokenizer), *arguments, Ranks()) for one in chunk]
-    chunks = list(scored_chunks(engine, *arguments, Second(1, 4), problems_per_draw=9))
+    chunks = list(scored_chunks(engine, *arguments, Second(1, 4), problems_per_batch=9))
     assert [len(chunk) for chunk in chunks] == [9, 9, 9, 3]
     assert asked == [2, 2, 2, 1]
     assert [one for chunk in chunks for one in chunk] == everything

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,22 @@ def test_a_folder_beside_the_run_brings_its_own_parts(path: str, folder: Path) -
     assert (float(last["bounds/clip_low"]), float(last["bounds/clip_high"])) == pytest.approx((0.0, 1.2))
     assert last["mine/batches"] == "2"
     assert any(dict(zip(head, row, strict=True))["rollout/reward/short"] for row in rows)
+
+
+def test_the_loss_of_the_tutorial_runs_as_it_is_printed_there(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "tutorial.md").read_text()
+    files = re.findall(r"^```\w+ title=(\S+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in files] == ["my_loss.py", "conf/loss/one_sided.yaml"]
+    for name, text in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (command,) = re.findall(r"^python train\.py (.*loss=one_sided)$", page, re.MULTILINE)
+    done = train(tmp_path, *command.split(), "experiment=smoke", "trainer.max_rounds=1", "callbacks.evaluate=null")
+    assert done.returncode == 0, done.stderr
+    (table,) = tmp_path.glob("outputs/*/*/metrics.csv")
+    head, *rows = (line.split(",") for line in table.read_text().splitlines())
+    last = dict(zip(head, rows[-1], strict=True))
+    assert (float(last["bounds/clip_low"]), float(last["bounds/clip_high"])) == pytest.approx((0.0, 1.2))
 
 
 def test_a_wrong_key_of_a_users_own_class_is_named(folder: Path) -> None:

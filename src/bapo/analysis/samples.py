@@ -102,7 +102,7 @@ def _texts(row: Row, longest: int | None) -> Iterator[RenderableType]:
     if "round" not in row:  # in an evaluation `answer` is the one that the response gives
         texts = {"prompt": row.get("prompt"), "answer": row.get("gold"), "given": row["answer"] or "(no answer)"}
     for name, text in (texts | {"response": row["response"]}).items():
-        if text or name == "response":  # older evaluations have neither prompt nor right answer
+        if text or name == "response":
             yield Text(name, style="cyan")
             yield Padding(Text(visible(shorten(text or "", longest))), (0, 0, 0, 2), expand=False)
 

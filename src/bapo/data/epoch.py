@@ -25,7 +25,7 @@ def epoch_minibatches(pool: Pool, schedule: Schedule, seed: int, epoch: int, ran
 
 
 class EpochLoader:
-    """The mini-batches of one epoch. Its state is how many have been handed out, so that a run can stop between two of them."""
+    """The mini-batches of one epoch. Its state is how many have been returned, so that a run can stop between two of them."""
 
     def __init__(self, minibatches: Sequence[MiniBatch]):
         self.minibatches = minibatches

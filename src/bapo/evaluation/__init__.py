@@ -1,4 +1,4 @@
-"""TokenStats of a policy on held-out problems: what is drawn, what is computed of it, and where it is kept."""
+"""Responses of a policy to held-out problems, the metrics computed from them, and the files that keep both."""
 
 from bapo.evaluation.scoring import Scored, check_samples, evaluate, metrics, scored_chunks
 

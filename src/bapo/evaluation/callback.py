@@ -41,7 +41,7 @@ class Evaluate(L.Callback):
         for name, task in self.benchmarks.items():
             if not re.fullmatch(r"[\w-]+", name):
                 raise ValueError(f"callbacks.evaluate.benchmarks has {name!r}; a name holds letters, digits, _ and - alone")
-            if not hasattr(task, "verify"):
+            if not isinstance(task, Task):
                 raise ValueError(f"callbacks.evaluate.benchmarks.{name} is {task!r}; it must be a task, with a _target_")
         self.sampling = sampling
         self.every_n_rounds = every_n_rounds
@@ -57,7 +57,7 @@ class Evaluate(L.Callback):
         self.due = state_dict["due"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses prompts that cannot be drawn from before the first pool is drawn."""
+        """Refuses prompts that are too long for the engine before the first pool is collected."""
         collector = trainer.datamodule.collector  # type: ignore[attr-defined]
         for task in self._sets(collector.task).values():
             collector.check(self.split, self._prompts(task), self.sampling, "callbacks.evaluate.sampling", task)

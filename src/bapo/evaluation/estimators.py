@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 RESAMPLES = 2000
-"""Draws of P problems, with replacement, behind an interval."""
+"""Bootstrap resamples of the P problems behind an interval."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Estimate:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of n responses, drawn without replacement, hold a correct one: 1 - C(n-c, k) / C(n, k).
+    """Probability that k of n responses, taken without replacement, hold a correct one: 1 - C(n-c, k) / C(n, k).
 
     The unbiased estimator of Chen et al. (arXiv 2107.03374), as a product, so that no large binomial is formed. ValueError for
     k > n: nothing is known of more responses than there are.
@@ -70,8 +70,8 @@ def standard_error(values: Sequence[float]) -> float | None:
 def estimates(columns: Mapping[str, Sequence[float]], seed: int = 0, resamples: int = RESAMPLES) -> dict[str, Estimate]:
     """name -> its estimate. columns: name -> the value of every problem, P of them each, in one order.
 
-    The intervals are percentiles 2.5 and 97.5 of the means of `resamples` draws of P problems, which all columns share, from a
-    generator of their own. ValueError without a problem.
+    The intervals are percentiles 2.5 and 97.5 of the means of `resamples` bootstrap samples of the P problems, which all
+    columns share, from a generator of their own. ValueError without a problem.
     """
     count = len(next(iter(columns.values()), ()))
     if not count:

@@ -37,7 +37,7 @@ TRAINING_ONLY = re.compile(r"[+~]*rollout\.(?!engine\b|prompt\b|sync_tolerance\b
 
 @dataclass(frozen=True)
 class Plan:
-    """One benchmark, asked of one policy. `identity`: everything that decides what is drawn, as plain values."""
+    """One benchmark for one policy. `identity`: everything that decides what is generated, as plain values."""
 
     benchmark: str
     task: Task

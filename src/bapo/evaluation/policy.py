@@ -1,4 +1,4 @@
-"""Which policy is meant by a path, a hub id or nothing, and how any engine can read it."""
+"""Finds the policy that a path, a hub id or nothing names, and writes it as a folder that any engine reads."""
 
 from __future__ import annotations
 

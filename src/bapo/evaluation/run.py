@@ -32,7 +32,7 @@ from bapo.types import Prompt
 log = logging.getLogger(__name__)
 
 PLAIN = {
-    "samples": int, "seed": int, "split": Literal["train", "test"], "max_problems": int | None, "problems_per_draw": int,
+    "samples": int, "seed": int, "split": Literal["train", "test"], "max_problems": int | None, "problems_per_batch": int,
     "devices": int, "threads": int | None, "output_dir": str, "cache_dir": str,
 }  # fmt: skip
 
@@ -44,8 +44,8 @@ SHORT_RESPONSE = 64
 def run(cfg: DictConfig) -> list[dict[str, Any]]:
     """Evaluates the policy of a composed config on its benchmarks, prints a table, returns the contents of each result.json.
 
-    What has been drawn before is not drawn again. Raises ValueError for what cannot be evaluated, before a model is loaded, and
-    EngineError where the engine failed; finished problems are kept in either case.
+    Responses that its folder has are not generated again. Raises ValueError for what cannot be evaluated, before a model is
+    loaded, and EngineError where the engine failed; finished problems are saved in either case.
     """
     hush()
     if not is_main_process():  # rank 0 says it all
@@ -73,7 +73,7 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
 
 
 def _warn_of_short(todo: Sequence[Plan]) -> None:
-    """Before anything is drawn: the default of 20 tokens goes with the embedded task alone."""
+    """Warns, before anything is generated, that the default of 20 tokens goes with the embedded task alone."""
     short = [plan for plan in todo if plan.sampling.max_tokens < SHORT_RESPONSE and not plan.source.of_task]
     if short:
         names = ", ".join(plan.benchmark for plan in short)
@@ -84,7 +84,7 @@ def _warn_of_short(todo: Sequence[Plan]) -> None:
 
 def check(parts: Mapping[str, Any]) -> None:
     """ValueError for built objects of a config that do not fit together, or do not run on this machine."""
-    for name in ("max_problems", "problems_per_draw", "devices", "threads"):
+    for name in ("max_problems", "problems_per_batch", "devices", "threads"):
         if parts[name] is not None and parts[name] < 1:
             raise ValueError(f"{name} is {parts[name]}; it must be >= 1")
     check_samples(parts["samples"], parts["sampling"], "samples")
@@ -116,7 +116,7 @@ def _finish(todo: Sequence[Plan], parts: Mapping[str, Any]) -> None:
     with ExitStack() as locks:
         if is_main_process():
             for plan in todo:
-                locks.enter_context(locked(plan.folder, ".lock", "evaluation folder", "the same evaluation is going on"))
+                locks.enter_context(locked(plan.folder, ".lock", "evaluation folder", "the same evaluation is running"))
                 # Without what a kill left unfinished.
                 files.write_samples(plan.folder, files.read_samples(plan.folder, plan.samples))
         try:
@@ -126,23 +126,23 @@ def _finish(todo: Sequence[Plan], parts: Mapping[str, Any]) -> None:
             if is_main_process():
                 for plan in todo:
                     kept = len(plan.problems) - len(_rest(plan))
-                    log.info("%s: %d of %d problems are kept in %s", plan.benchmark, kept, len(plan.problems), plan.folder)
-                log.info("to go on: python %s", redact(shlex.join(sys.argv)))
+                    log.info("%s: %d of %d problems are saved in %s", plan.benchmark, kept, len(plan.problems), plan.folder)
+                log.info("to resume: python %s", redact(shlex.join(sys.argv)))
             raise
 
 
 def _finish_policy(same: Sequence[Plan], parts: Mapping[str, Any]) -> None:
-    """All benchmarks of one policy, with one engine, which is started only if something is left to draw."""
+    """All benchmarks of one policy, with one engine, which is started only if responses are missing."""
     seconds = dict.fromkeys((plan.benchmark for plan in same), 0.0)
-    if waiting := [plan for plan in same if _rest(plan)]:
-        source, first = waiting[0].source, waiting[0]
+    if unfinished := [plan for plan in same if _rest(plan)]:
+        source, first = unfinished[0].source, unfinished[0]
         prompts = [first.prompt_format.encode(first.tokenizer, problem) for problem in first.problems[:PROMPTS]]
         # As in training the engine comes before the other ranks: they are told where a server is.
         with started(source, parts["rollout"], first.dtype) as engine, launched(parts["devices"]) as ranks:
             served(engine, source, first.dtype, parts["rollout"], prompts, int(first.tokenizer.pad_token_id), ranks)
-            for plan in waiting:
+            for plan in unfinished:
                 start = time.perf_counter()
-                _draw(plan, engine, ranks, parts["problems_per_draw"])
+                _generate(plan, engine, ranks, parts["problems_per_batch"])
                 seconds[plan.benchmark] = time.perf_counter() - start
     if is_main_process():
         for plan in same:
@@ -156,7 +156,7 @@ def _rest(plan: Plan, scored: Sequence[Scored] | None = None) -> list[Prompt]:
     return [problem for problem in plan.problems if problem.uid not in done]
 
 
-def _draw(plan: Plan, engine: Engine, ranks: Ranks, problems_per_draw: int) -> None:
+def _generate(plan: Plan, engine: Engine, ranks: Ranks, problems_per_batch: int) -> None:
     start, count, k = time.perf_counter(), len(plan.problems), plan.samples
     scored = files.read_samples(plan.folder, k)
     if scored:
@@ -164,7 +164,7 @@ def _draw(plan: Plan, engine: Engine, ranks: Ranks, problems_per_draw: int) -> N
     rest, sampling = _rest(plan, scored), plan.sampling
     ranks.gather(None)  # nobody writes before everybody has read
     chunks = scored_chunks(
-        engine, plan.task, plan.tokenizer, plan.prompt_format, rest, sampling, k, plan.seed, ranks, problems_per_draw
+        engine, plan.task, plan.tokenizer, plan.prompt_format, rest, sampling, k, plan.seed, ranks, problems_per_batch
     )
     while True:
         with named(plan.benchmark):
@@ -179,7 +179,7 @@ def _draw(plan: Plan, engine: Engine, ranks: Ranks, problems_per_draw: int) -> N
 
 
 def result_of(plan: Plan, seconds: float) -> dict[str, Any]:
-    """The contents of result.json, from the file of samples. seconds: that this call has drawn for."""
+    """The contents of result.json, from the file of samples. seconds: of generation in this call."""
     of_uid: dict[str, list[Scored]] = {}
     for one in files.read_samples(plan.folder, plan.samples):
         of_uid.setdefault(one.uid, []).append(one)

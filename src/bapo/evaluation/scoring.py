@@ -1,4 +1,4 @@
-"""Drawing and scoring the responses of an evaluation: every (problem, sample) exactly once, whatever the number of ranks."""
+"""Generates and scores the responses of an evaluation: every (problem, sample) exactly once, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from bapo.types import Prompt, Sample, SamplingParams
 
 @dataclass(frozen=True)
 class Scored:
-    """One response: what it was asked, what came and what it is worth.
+    """One graded response.
 
     reward: the task's, without anything that training adds to it; 0 where it could not be verified. answer: None if it gives
-    none. length: in tokens, the end of sequence included. prompt, gold: the question and its right answer; "" in older files.
+    none. length: in tokens, the end of sequence included. prompt, gold: the question and its right answer.
     """
 
     uid: str
@@ -34,8 +34,8 @@ class Scored:
     length: int
     finish_reason: str
     response: str
-    prompt: str = ""
-    gold: str = ""
+    prompt: str
+    gold: str
 
     @property
     def correct(self) -> bool:
@@ -50,12 +50,6 @@ def check_samples(samples: int, sampling: SamplingParams, field: str) -> None:
         raise ValueError(f"{field} is {samples} at temperature 0: they would all be the same response")
 
 
-def answer_of(task: Task, response: str) -> str | None:
-    """The answer that a response gives, for majority votes; an empty one is none."""
-    found = task.answer(response) if hasattr(task, "answer") else response.strip()
-    return found or None
-
-
 def scored_chunks(
     engine: Engine,
     task: Task,
@@ -66,15 +60,15 @@ def scored_chunks(
     samples: int,
     seed: int,
     ranks: Ranks,
-    problems_per_draw: int | None = None,
+    problems_per_batch: int | None = None,
 ) -> Iterator[list[Scored]]:
-    """The scored responses to `problems_per_draw` problems (all of them: None) at a time, by problem, then sample index.
+    """The scored responses to `problems_per_batch` problems (all of them: None) at a time, by problem, then sample index.
 
-    Ranks share the problems of a draw, and each gets all responses. The random numbers depend on `seed`, the problem's uid and
-    the sample index alone: no ambient state is read or moved, and each evaluation asks the same question. Raises EngineError if
+    Ranks share the problems of a batch, and each gets all responses. The random numbers depend on `seed`, the problem's uid and
+    the sample index alone: no ambient state is read or moved, and each evaluation generates the same. Raises EngineError if
     a response is missing: a mean over what happened to arrive would be another benchmark.
     """
-    step = problems_per_draw or max(1, len(problems))
+    step = problems_per_batch or max(1, len(problems))
 
     def seed_of(uid: str, index: int) -> int:
         return derive_seed(seed, "eval", uid, index)
@@ -102,7 +96,7 @@ def _scored(task: Task, prompt: Prompt, sample: Sample) -> Scored:
         uid=sample.uid,
         sample_index=sample.sample_index,
         seed=sample.seed,
-        answer=answer_of(task, sample.text),
+        answer=task.answer(sample.text) or None,
         reward=sample.correctness or 0.0,
         verified=sample.verified,
         length=len(sample.response_ids),
@@ -153,7 +147,7 @@ def evaluate(
     ranks: Ranks | None = None,
     prompt_format: PromptFormat = PLAIN,
 ) -> dict[str, float]:
-    """The values of `metrics` and the standard error of avg@k (left out for a single problem), all drawn at once."""
+    """The values of `metrics` and the standard error of avg@k (left out for a single problem), all generated in one batch."""
     ranks = ranks or Ranks()
     chunks = scored_chunks(engine, task, tokenizer, prompt_format, prompts, sampling, samples, seed, ranks)
     found = metrics([one for chunk in chunks for one in chunk], samples)

@@ -1,4 +1,4 @@
-"""An engine that serves one policy for an evaluation, and the ranks that draw from it."""
+"""The engine that serves one policy for an evaluation, and the ranks that use it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from bapo.rollouts.ranks import Ranks
 from bapo.training.process import known_to_children
 from bapo.types import Batch, SamplingParams, TokenStats
 
-SCORED_TOKENS = 16384
-"""Padded tokens of a forward pass of the probe."""
+CHECKED_TOKENS = 16384
+"""Padded tokens of a forward pass of the sync check."""
 
 
 class _Scorer:
@@ -31,12 +31,12 @@ class _Scorer:
         self.policy = policy
 
     def token_stats(self, batch: Batch) -> TokenStats:
-        return self.policy.token_stats(batch, SCORED_TOKENS)
+        return self.policy.token_stats(batch, CHECKED_TOKENS)
 
 
 @contextmanager
 def started(source: PolicySource, rollout: RolloutOptions, dtype: str) -> Iterator[Engine]:
-    """The engine of the policy's sizes, without weights that it may draw with, until the end of the block."""
+    """The engine of the policy's sizes, before it has the policy's weights, until the end of the block."""
     engine = rollout.engine(model_path=source.folder(), dtype=DTYPES[dtype], **source.load)
     try:
         yield engine

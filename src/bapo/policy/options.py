@@ -39,7 +39,7 @@ class PolicyOptions:
             raise ValueError(f"policy.dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.chunk_tokens < 1:
             raise ValueError(f"policy.chunk_tokens is {self.chunk_tokens}; it must be >= 1")
-        if self.lora is not None and not hasattr(self.lora, "apply"):
+        if isinstance(self.lora, dict):
             raise ValueError(f"policy.lora is {self.lora!r}, without a _target_; +policy/lora=default makes it")
         if self.path is None:
             return

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACE = "{text}"
-"""Where the question stands in `PromptFormat.template`."""
+"""The place of the question in `PromptFormat.template`."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class PromptFormat:
 
     kind: plain, the text alone; chat, a user's turn in the tokenizer's chat template, opened for the answer. template: text
     around the question, which replaces its `{text}`. What follows belongs to chat. system: text of a system turn before it.
-    examples: questions and answers as turns before it. thinking: handed, unless None, to a chat template that knows
+    examples: questions and answers as turns before it. thinking: passed, unless None, to a chat template that knows
     `enable_thinking` (Qwen3).
     """
 

@@ -39,7 +39,7 @@ def after_hashes(text: str) -> str | None:
 
 READERS: dict[AnswerIn, Callable[[str], str | None]] = {"box": last_box, "hashes": after_hashes}
 PLACES: dict[AnswerIn, str] = {"box": r"in a \boxed{...}", "hashes": "after ####"}
-"""Where a response has its answer, for messages."""
+"""The place of the answer in a response, for messages."""
 
 
 def plain(text: str) -> str:

@@ -18,7 +18,7 @@ from bapo.types import Prompt
 EOS = "."
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 RIGHT = 0.4
-"""How often the demonstrator knows; else it guesses within `NEAR` of the answer."""
+"""Share of answers that the demonstrator knows; else it guesses within `NEAR` of the answer."""
 NEAR = 5
 
 

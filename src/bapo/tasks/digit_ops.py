@@ -31,9 +31,9 @@ ALPHABET = "0123456789" + "".join(OPERATIONS) + "=" + RETRY
 """Every character of a prompt or a response, without `EOS`."""
 
 RIGHT_OPERATION = {"a": 0.5, "b": 0.4, "c": 0.3, "d": 0.2, "e": 0.15, "f": 0.1}
-"""How often an attempt of the demonstrator applies the operation that was asked for; else one of the others, uniformly."""
+"""Share of the demonstrator's attempts that apply the operation asked for; else one of the others, uniformly."""
 DIGIT_NOISE = 0.02
-"""How often the demonstrator writes another digit than it meant."""
+"""Share of digits that the demonstrator writes wrongly."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def explain(parts: Mapping[str, Any]) -> str:
         sections["Memory of the trainer, on each device"] = trainer_lines(parts, sizes)
         sections["Memory of the rollout engine"] = engine_lines(parts, sizes)
     sections["Where things come from"] = source_lines(parts, sizes)
-    text = [f"{parts['name']}: nothing is loaded or drawn to say this. 1 GiB = 2^30 bytes."]
+    text = [f"{parts['name']}: worked out without loading or generating anything. 1 GiB = 2^30 bytes."]
     for title, lines in sections.items():
         text += ["", title, *map(str, lines)]
     return "\n".join(text)
@@ -88,12 +88,14 @@ def data_lines(parts: Mapping[str, Any]) -> list[Line]:
     prompts, group, length = rollout.prompts_per_round, rollout.group_size, rollout.sampling.max_tokens
     pool, updates, each = prompts * group, schedule.updates_per_round, responses_per_update(parts)
     epochs, cut = schedule.epochs_per_round, schedule.minibatches_per_epoch
-    rounds, draws = trainer.max_rounds, rollout.max_attempts
+    rounds, attempts = trainer.max_rounds, rollout.max_attempts
     kept = "; fill_pool keeps all that do" if rollout.fill_pool else ""
     again = f" + replayed groups {schedule.replay.groups} * G {group}" if schedule.replay else ""
     return [
         Line("responses per round", pool, f"prompts {prompts} * G {group}"),
-        Line("responses drawn for it", pool * draws, f"{pool:,} * {draws} draws, should groups teach nothing{kept}"),
+        Line(
+            "responses generated for it", pool * attempts, f"{pool:,} * {attempts} attempts, should groups teach nothing{kept}"
+        ),
         Line("response tokens per round", pool * length, f"{pool:,} * max_tokens {length:,}"),
         Line("updates per round", updates, f"E {epochs} * mini-batches {cut}"),
         Line("responses per update", each, f"({pool:,}{again}) / {cut}" if again else f"{pool:,} / {cut}"),
@@ -113,13 +115,13 @@ def responses_per_update(parts: Mapping[str, Any]) -> int:
 
 
 def staleness_lines(schedule: Any, partial: Any) -> list[Line]:
-    """Updates between the weights that drew a token and the updates on it."""
+    """Updates between the weights that generated a token and those that train on it."""
     range_, start = schedule.staleness(schedule.lag), schedule.staleness(0)
     how = f"lag {schedule.lag} * {schedule.updates_per_round} updates, and up to E * mini-batches - 1 more"
     lines = [Line("staleness, in updates", f"{range_[0]} .. {range_[-1]}", how)]
     if schedule.lag:
         lines.append(
-            Line("  of the first round", f"{start[0]} .. {start[-1]}", "no older policy yet: it rises to that by round lag")
+            Line("  of the first round", f"{start[0]} .. {start[-1]}", "no earlier policy yet: it rises to that by round lag")
         )
     if schedule.replay:
         earlier = schedule.replay.rounds * schedule.updates_per_round
@@ -128,9 +130,9 @@ def staleness_lines(schedule: Any, partial: Any) -> list[Line]:
     if partial:
         most = "" if partial.max_spans is None else f", by at most {partial.max_spans} policies"
         how = f"{partial.tokens_per_round} tokens a round{most}: each token has its own"
-        lines.append(Line("  of responses of several rounds", "older", how))
+        lines.append(Line("  of responses of several rounds", "higher", how))
     if schedule.max_staleness is not None:
-        lines.append(Line("  at most", schedule.max_staleness, "schedule.max_staleness: older groups are left out"))
+        lines.append(Line("  at most", schedule.max_staleness, "schedule.max_staleness: staler groups are dropped"))
     return lines
 
 

@@ -28,7 +28,7 @@ STEP = "trainer/global_step"
 
 
 def _cell(value: SupportsFloat) -> str:
-    """An int as it is, a float by `repr` (reads back to the same float), NaN as nothing."""
+    """An int unchanged, a float by `repr` (reads back to the same float), NaN as nothing."""
     if isinstance(value, int):
         return str(int(value))
     number = float(value)

@@ -1,4 +1,4 @@
-"""When checkpoints are written, how, and which are kept."""
+"""Writes checkpoints and keeps the newest."""
 
 from __future__ import annotations
 

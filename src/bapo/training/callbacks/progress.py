@@ -80,8 +80,8 @@ class Pace:
         left = self.left()
         return f"elapsed {clock(self.now() - self.began)}  ETA {'-' if left is None else clock(left)}"
 
-    def settle(self) -> None:
-        """The update in progress ends here, as far as time goes."""
+    def pause(self) -> None:
+        """Ends the time of the update in progress."""
         if self.batch_began is not None:
             self.trained += self.now() - self.batch_began
             self.batch_began = None
@@ -103,7 +103,7 @@ class ProgressDisplay(Callback):
     """Shows round, epoch, phase, updates of the whole run, the main metrics and the time left. Global rank 0 only.
 
     live: a display that redraws itself (True), plain lines (False), or what suits stdout (None). now: a clock in seconds.
-    unit: epoch, where nothing is drawn and a round is one epoch. every_n_updates: a plain line besides that of every round.
+    unit: epoch, where nothing is generated and a round is one epoch. every_n_updates: a plain line besides that of every round.
     Rounds are counted from 1. Reads `trainer.max_epochs`, `trainer.datamodule.schedule` and the module's `latest` metrics.
     """
 
@@ -136,7 +136,7 @@ class ProgressDisplay(Callback):
         self._phase = name
         self._evaluated |= name == "eval"
         if self._pace is not None:
-            self._pace.settle()
+            self._pace.pause()
             self._look()
         if name == "refill":
             self._report()
@@ -182,7 +182,7 @@ class ProgressDisplay(Callback):
     ) -> None:
         if (pace := self._pace) is None:
             return
-        pace.settle()
+        pace.pause()
         pace.batches += 1
         pace.expect(trainer.global_step, trainer.num_training_batches - batch_idx - 1, trainer.num_training_batches)
         self._look()
@@ -209,8 +209,8 @@ class ProgressDisplay(Callback):
         if (pace := self._pace) is None or not self._since_report:
             return
         old = [label for label in self._numbers if "avg@" in label or label == HELD_OUT] if not self._evaluated else []
-        fresh = {label: value for label, value in self._numbers.items() if label not in old}
-        self._line(f"{pace.where()}  updates {pace.updates_of()}  {_joined(fresh)}  {pace.times()}")
+        changed = {label: value for label, value in self._numbers.items() if label not in old}
+        self._line(f"{pace.where()}  updates {pace.updates_of()}  {_joined(changed)}  {pace.times()}")
         self._since_report, self._evaluated = 0, False
 
     def _line(self, line: str) -> None:
@@ -246,7 +246,7 @@ def _joined(values: Mapping[str, str]) -> str:
 def live_display(render: Callable[[], RenderableType]) -> Iterator[None]:
     """Redraws `render()` four times a second below whatever is printed or logged meanwhile."""
     streams = (sys.stdout, sys.stderr)
-    # A stderr that goes to a file goes on doing so.
+    # A stderr that is a file stays one.
     live = Live(get_renderable=render, console=get_console(), refresh_per_second=4, redirect_stderr=sys.stderr.isatty())
     with live:
         # Log handlers made before hold the terminal's own streams and would write into the display.

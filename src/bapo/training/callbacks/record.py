@@ -61,7 +61,7 @@ class Record(L.Callback):
 def record_of(minibatch: MiniBatch, parts: list[SeenPart], facts: dict[str, float]) -> UpdateRecord:
     """One rank's record of an update; every tensor of it is read from the device here."""
     assert minibatch.places is not None, "the data side does not say where the sequences are on disk"
-    ages = minibatch.sequences.staleness(int(facts["step"]) - 1).unique(return_counts=True)
+    staleness = minibatch.sequences.staleness(int(facts["step"]) - 1).unique(return_counts=True)
     statistics = [clip_statistics(part) for part in parts]
     masks = [part.inputs.response_mask for part in parts]
 
@@ -79,7 +79,7 @@ def record_of(minibatch: MiniBatch, parts: list[SeenPart], facts: dict[str, floa
         bounds=numbers([torch.stack([p.bounds.clip_low, p.bounds.clip_high])[None] for p in parts], np.float64),
         logprobs=numbers([p.inputs.logprobs[mask] for p, mask in zip(parts, masks, strict=True)], np.float32),
         entropy=numbers([p.entropy[mask] for p, mask in zip(parts, masks, strict=True)], np.float32),
-        staleness=torch.stack(ages, dim=1).cpu().numpy(),
+        staleness=torch.stack(staleness, dim=1).cpu().numpy(),
         by_side=total("by_side"),
         histogram=total("histogram").astype(np.int32),
         entropy_by_ratio=total("entropy_by_ratio"),

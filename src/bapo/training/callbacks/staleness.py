@@ -14,7 +14,7 @@ HISTOGRAM = "staleness/histogram"
 
 
 class StalenessHistogram(L.Callback):
-    """At the first update of a round W&B and TensorBoard get the ages, in updates, of all its pool's tokens. Rank 0 only.
+    """At the first update of a round W&B and TensorBoard get the staleness, in updates, of all its pool's tokens. Rank 0 only.
 
     RUN/updates has them for every update.
     """
@@ -31,17 +31,17 @@ class StalenessHistogram(L.Callback):
         show = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger | TensorBoardLogger)]
         if show:
             pool = data.pool(round_index, Ranks(trainer.global_rank, trainer.world_size))
-            ages = pool.batch.staleness(trainer.global_step)
+            staleness = pool.batch.staleness(trainer.global_step)
             for logger in show:
-                log_histogram(logger, ages, trainer.global_step)
+                log_histogram(logger, staleness, trainer.global_step)
 
 
-def log_histogram(logger: WandbLogger | TensorBoardLogger, ages: Tensor, step: int) -> None:
-    """ages: int64 [N]. W&B gets a bin per update, 64 at most."""
+def log_histogram(logger: WandbLogger | TensorBoardLogger, staleness: Tensor, step: int) -> None:
+    """staleness: int64 [N], in updates. W&B gets a bin per update, 64 at most."""
     if isinstance(logger, TensorBoardLogger):
-        logger.experiment.add_histogram(HISTOGRAM, ages, step)
+        logger.experiment.add_histogram(HISTOGRAM, staleness, step)
         return
     import wandb
 
-    drawn: Any = wandb.Histogram(ages.tolist(), num_bins=min(64, int(ages.max() - ages.min()) + 1))
-    logger.log_metrics({HISTOGRAM: drawn}, step)
+    histogram: Any = wandb.Histogram(staleness.tolist(), num_bins=min(64, int(staleness.max() - staleness.min()) + 1))
+    logger.log_metrics({HISTOGRAM: histogram}, step)
