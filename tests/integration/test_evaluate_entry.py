@@ -158,7 +158,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> l
 
 
 @pytest.mark.parametrize("error", [EngineError("the engine is gone"), KeyboardInterrupt(), SystemExit(143)], ids=repr)
-def test_what_is_finished_is_kept_and_only_the_rest_is_drawn(small, tmp_path, monkeypatch, caplog, error) -> None:
+def test_what_is_finished_is_kept_and_only_the_rest_is_generated(small, tmp_path, monkeypatch, caplog, error) -> None:
     (whole,) = run(composed(*small))
     cut = (*small[:-2], f"output_dir={tmp_path / 'cut'}", small[-1], "problems_per_batch=5")
     with monkeypatch.context() as patch, caplog.at_level("INFO", "bapo"):
@@ -166,7 +166,7 @@ def test_what_is_finished_is_kept_and_only_the_rest_is_drawn(small, tmp_path, mo
         with pytest.raises(type(error)):
             run(composed(*cut))
     folder = folder_of(tmp_path, "cut")
-    assert f"digit_ops: 10 of 32 problems are kept in {folder}" in caplog.text
+    assert f"digit_ops: 10 of 32 problems are saved in {folder}" in caplog.text
     assert "to resume: python " in caplog.text
     assert not (folder / "result.json").exists()
     with (folder / SAMPLES).open("a") as file:  # a kill in the middle of a line, after a whole one
@@ -179,7 +179,7 @@ def test_what_is_finished_is_kept_and_only_the_rest_is_drawn(small, tmp_path, mo
     assert again | {"wall_s": 0} == whole | {"wall_s": 0}
 
 
-def test_all_drawn_but_not_summed_up_needs_no_engine(small, tmp_path, monkeypatch) -> None:
+def test_all_generated_but_not_summed_up_needs_no_engine(small, tmp_path, monkeypatch) -> None:
     (first,) = run(composed(*small))
     forbid_loading(monkeypatch)
     (folder_of(tmp_path) / "result.json").unlink()
@@ -192,7 +192,7 @@ def test_two_calls_at_once_are_refused(small, monkeypatch) -> None:
     forbid_loading(monkeypatch)
     with (
         locked(plan.folder, ".lock", "evaluation folder", "the same evaluation is going on"),
-        pytest.raises(ValueError, match=r"evaluation folder '.*' is in use: the same evaluation is going on"),
+        pytest.raises(ValueError, match=r"evaluation folder '.*' is in use: the same evaluation is running"),
     ):
         run(composed(*small))
 
@@ -477,7 +477,7 @@ def test_what_a_task_says_of_its_keys_is_said_of_the_benchmarks(small, model_fol
         run(composed(*small))
 
 
-def test_few_tokens_are_warned_of_before_anything_is_drawn(small, model_folder, monkeypatch, caplog) -> None:
+def test_few_tokens_are_warned_of_before_anything_is_generated(small, model_folder, monkeypatch, caplog) -> None:
     monkeypatch.setattr("bapo.evaluation.run._finish", lambda *_: None)
     run(composed(*small))
     assert "longer responses are cut" not in caplog.text
@@ -495,7 +495,7 @@ def test_a_trained_policy_is_said_to_be_kept_once_and_as_what_it_is(small, train
     assert said.startswith("trained policy: cached in ")
 
 
-def test_problems_that_cannot_be_drawn_are_refused(small, monkeypatch) -> None:
+def test_prompts_that_are_too_long_are_refused(small, monkeypatch) -> None:
     monkeypatch.setattr(DigitOps, "prompts", lambda self, split: ())
     with pytest.raises(ValueError, match="task DigitOps, split 'test': it has 0 prompts"):
         planned(*small)
@@ -599,7 +599,7 @@ def test_torchrun_starts_the_processes_as_well(small, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_vllm_draws_an_evaluation(small, tmp_path) -> None:
+def test_vllm_generates_an_evaluation(small, tmp_path) -> None:
     pytest.importorskip("vllm")
     fast = (*small, "protocol=greedy", "sampling.max_tokens=10")
     (here,) = run(composed(*fast))

@@ -17,7 +17,7 @@ from bapo.evaluation import Scored, evaluate, metrics, scored_chunks
 from bapo.evaluation.callback import Evaluate
 from bapo.evaluation.estimators import estimates, majority, pass_at_k, standard_error
 from bapo.metrics import lookup
-from bapo.protocols import EngineError
+from bapo.protocols import EngineError, Task
 from bapo.rollouts.grading import check_prompts
 from bapo.rollouts.prompt_format import PLAIN
 from bapo.rollouts.ranks import Ranks
@@ -26,7 +26,7 @@ from bapo.tasks.digit_ops import DigitOps
 from bapo.types import Prompt, SamplingParams
 
 
-class Counting:
+class Counting(Task):
     """`aK=` is answered right by K."""
 
     def __init__(self, n: int):
@@ -181,7 +181,7 @@ def test_every_problem_and_sample_is_scored_once_whatever_the_ranks(tokenizer) -
     assert metrics(together, 2) == metrics(alone, 2)
 
 
-def test_ranks_share_a_draw_and_one_that_has_none_draws_nothing(tokenizer) -> None:
+def test_ranks_share_a_batch_and_one_that_has_none_generates_nothing(tokenizer) -> None:
     asked = []
 
     class Second(Ranks):
@@ -267,7 +267,7 @@ def test_several_greedy_samples_are_refused() -> None:
         Evaluate(SamplingParams(max_tokens=4), benchmarks={"a": {"test_size": 3}})
 
 
-def test_what_cannot_be_evaluated_is_refused_before_the_first_pool_is_drawn(cache_dir, tmp_path, monkeypatch) -> None:
+def test_what_cannot_be_evaluated_is_refused_before_the_first_pool_is_collected(cache_dir, tmp_path, monkeypatch) -> None:
     small = (*SMALL, f"policy.warm_start.cache_dir={cache_dir}")
     monkeypatch.setattr(HFEngine, "generate", lambda *_: pytest.fail("something was drawn"))
     with pytest.raises(ValueError, match=r"callbacks.evaluate.sampling.max_tokens is 9999; it must be <= \d+: the model has"):
@@ -291,7 +291,7 @@ def test_evaluating_more_often_changes_nothing_that_is_trained(cache_dir, tmp_pa
     assert {"eval/test/avg@2", "eval/test/pass@2", "eval/test/maj@2", "eval/test/avg@2_stderr"} <= sampled.keys()
 
 
-def test_evaluation_and_training_each_draw_by_their_own_settings(cache_dir, tmp_path, monkeypatch) -> None:
+def test_evaluation_and_training_each_sample_by_their_own_settings(cache_dir, tmp_path, monkeypatch) -> None:
     asked: dict[str, set] = {"train": set(), "eval": set()}
     plain = HFEngine.generate
 
@@ -325,7 +325,7 @@ def test_other_tasks_than_the_one_trained_on_are_evaluated(cache_dir, tmp_path) 
     assert float(rows[-1]["eval/same/avg@1"]) == plain["eval/test/avg@1"]
 
 
-def test_a_benchmark_is_checked_before_anything_is_drawn(tokenizer, model_folder) -> None:
+def test_a_benchmark_is_checked_before_anything_is_generated(tokenizer, model_folder) -> None:
     checked = []
     collector = SimpleNamespace(task=Counting(3), check=lambda *arguments: checked.append(arguments))
     trainer = SimpleNamespace(datamodule=SimpleNamespace(collector=collector))

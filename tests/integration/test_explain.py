@@ -100,7 +100,7 @@ TINY = (
 def test_data_and_updates_of_a_tiny_run_by_hand() -> None:
     assert values(data_lines(explained(*TINY))) == {
         "responses per round": 24,
-        "responses drawn for it": 48,
+        "responses generated for it": 48,
         "response tokens per round": 240,
         "updates per round": 12,
         "responses per update": 6,
@@ -113,7 +113,7 @@ def test_data_and_updates_of_a_tiny_run_by_hand() -> None:
 
 
 @pytest.mark.usefixtures("no_model")
-def test_ages_with_every_dial_turned() -> None:
+def test_staleness_with_every_option_set() -> None:
     stale = ("schedule.lag=2", "+schedule/replay=default", "schedule.replay.groups=3", "schedule.replay.rounds=2")
     stale += ("+rollout/partial=default", "rollout.partial.tokens_per_round=4", "rollout.partial.max_spans=3")
     found = values(data_lines(explained(*TINY, *stale, "schedule.max_staleness=50")))
@@ -122,7 +122,7 @@ def test_ages_with_every_dial_turned() -> None:
         "24 .. 35",
         "0 .. 11",
         "up to 59",
-        "older",
+        "higher",
         50,
     ]
 

@@ -164,7 +164,7 @@ def test_what_a_loss_remembers_goes_on_too(small, tmp_path, signal_after, choice
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_a_resumed_run_draws_no_round_twice(uninterrupted, small, tmp_path, signal_after, monkeypatch):
+def test_a_resumed_run_collects_no_round_twice(uninterrupted, small, tmp_path, signal_after, monkeypatch):
     signal_after(6)
     with pytest.raises(SystemExit):
         run_experiment(tmp_path, *small)
@@ -183,7 +183,7 @@ def test_a_resumed_run_draws_no_round_twice(uninterrupted, small, tmp_path, sign
     assert_same_run(tmp_path, uninterrupted)
 
 
-def test_training_draws_one_pool_per_round_and_none_before_it_is_needed(small, tmp_path, monkeypatch):
+def test_training_collects_one_pool_per_round_and_none_before_it_is_needed(small, tmp_path, monkeypatch):
     drawn = []
     generate = HFEngine.generate
 
@@ -276,7 +276,7 @@ def test_a_run_cannot_end_before_it_goes_on(uninterrupted):
     assert "max_rounds: 3" in (uninterrupted / "config.yaml").read_text()  # what was refused is not kept
 
 
-def test_a_damaged_round_is_drawn_again_only_if_nothing_was_trained_on_it(uninterrupted, small, tmp_path, caplog):
+def test_a_damaged_round_is_collected_again_only_if_nothing_was_trained_on_it(uninterrupted, small, tmp_path, caplog):
     run_experiment(tmp_path, *small, "trainer.max_rounds=1")
     ahead = tmp_path / "rounds" / "round_00001.json"
     ahead.write_text('{"round": 1, "rows')  # as a kill in the middle of a refill might leave it

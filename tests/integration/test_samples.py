@@ -18,7 +18,6 @@ from support.wandb_files import wandb_records
 
 from bapo.analysis.samples import choose, main, read_samples, shorten
 from bapo.evaluation.folder import add_samples
-from bapo.evaluation.folder import read_samples as kept_samples
 from bapo.evaluation.scoring import Scored
 from bapo.module import BapoModule
 from bapo.rollouts.pool import load_pool
@@ -262,16 +261,6 @@ def test_an_evaluation_is_read_as_well(tmp_path: Path, capsys: pytest.CaptureFix
         with pytest.raises(SystemExit):
             main([str(tmp_path), *arguments])
         assert "these are the samples of an evaluation, which has no rounds" in capsys.readouterr().err
-
-
-def test_an_evaluation_of_before_has_neither_prompt_nor_gold_and_is_read(tmp_path: Path, capsys) -> None:
-    row = vars(Scored("t/0", 0, 5, "21", 1.0, True, 3, "stop", "it is 21"))
-    old = {name: value for name, value in row.items() if name not in ("prompt", "gold")}
-    (tmp_path / "samples.jsonl").write_text(json.dumps(old) + "\n")
-    main([str(tmp_path)])
-    out = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert out == ["t/0 #0", "reward 1  3 tokens, stop", "given", "21", "response", "it is 21"]
-    assert kept_samples(tmp_path, 1) == [Scored(**row)]
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:

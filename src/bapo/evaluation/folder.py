@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo.evaluation.scoring import Scored
+from bapo.files import write_text_atomic
 
 SAMPLES, RESULT = "samples.jsonl", "result.json"
 SHORT = {
@@ -50,7 +51,7 @@ def write_samples(folder: Path, kept: Sequence[Scored]) -> None:
     """Makes the file hold `kept` and nothing else; left alone where that is what it holds."""
     path, text = folder / SAMPLES, _lines(kept)
     if (path.read_bytes() if path.is_file() else b"") != text.encode():
-        replace_text(path, text)
+        write_text_atomic(path, text)
 
 
 def add_samples(folder: Path, scored: Sequence[Scored]) -> None:
@@ -84,16 +85,9 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     writer = csv.DictWriter(text, row, lineterminator="\n")
     writer.writeheader()
     writer.writerow(row)
-    replace_text(folder / "result.csv", text.getvalue())
-    replace_text(folder / "result.md", markdown([shown_row(result)]))
-    replace_text(folder / RESULT, json.dumps(result, indent=1) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """The file as a whole, or as it was."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_text_atomic(folder / "result.csv", text.getvalue())
+    write_text_atomic(folder / "result.md", markdown([shown_row(result)]))
+    write_text_atomic(folder / RESULT, json.dumps(result, indent=1) + "\n")
 
 
 def summary_row(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from bapo.evaluation.folder import task_name
 from bapo.evaluation.policy import PolicySource, find_policy, of_task
+from bapo.files import digest
 from bapo.policy.causal_lm import load_tokenizer
 from bapo.protocols import Task
 from bapo.rollouts.grading import check_prompts
@@ -60,8 +59,7 @@ class Plan:
 
     @property
     def folder(self) -> Path:
-        digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:12]
-        return Path(self.output_dir) / self.source.name / f"{self.benchmark}-{digest}"
+        return Path(self.output_dir) / self.source.name / f"{self.benchmark}-{digest(self.identity)[:12]}"
 
     def settings(self) -> dict[str, Any]:
         """Settings that must be equal for two results to be comparable, and further facts about the generation."""
@@ -181,14 +179,10 @@ def _prompt_format(run: Path | None, cfg: DictConfig, configured: PromptFormat, 
 
 def data_hash(problems: Sequence[Prompt]) -> str:
     """A digest of the problems, in their order."""
-    return _short([problem.uid, problem.text, problem.answer] for problem in problems)
+    return digest([(problem.uid, problem.text, problem.answer) for problem in problems])
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase, prompt_format: PromptFormat) -> str:
     """A digest of what stands around a question: the format, and for a chat the tokenizer's template."""
     chat = getattr(tokenizer, "chat_template", None) if prompt_format.kind == "chat" else None
-    return _short([asdict(prompt_format), chat])
-
-
-def _short(values: Any) -> str:
-    return hashlib.sha256(json.dumps(list(values), sort_keys=True).encode()).hexdigest()[:16]
+    return digest(asdict(prompt_format), chat)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from bapo.export import policy_config, policy_options, trained_policy, write_model
+from bapo.files import digest, file_digest
 from bapo.policy.folder_cache import MARK, kept_folder
 from bapo.policy.options import PolicyOptions
 from bapo.sft.warm_start import Untrained, WarmStart
@@ -130,8 +129,7 @@ def _trained(policy: str, run: Path, checkpoint: Path | None, cache_dir: str) ->
         step = int(torch.load(checkpoint, weights_only=True, mmap=True)["global_step"])
     # A checkpoint of adapters is a policy together with the model below them.
     below = (fingerprint(base) if Path(base).exists() else f"{base}@{options.revision}") if options.lora else None
-    decisive = [_digest(checkpoint), json.dumps(config["policy"].get("lora"), sort_keys=True), below, options.dtype]
-    mark = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    mark = digest(file_digest(checkpoint), config["policy"].get("lora"), below, options.dtype)
 
     def build(folder: Path) -> dict[str, Any]:
         trained = trained_policy(run, config, options, base, checkpoint)
@@ -143,7 +141,7 @@ def _trained(policy: str, run: Path, checkpoint: Path | None, cache_dir: str) ->
         path=policy,
         fingerprint=mark,
         like=base,
-        folder=cache(lambda: kept_folder(cache_dir, f"trained_{mark[:16]}", build, "trained policy")),
+        folder=cache(lambda: kept_folder(cache_dir, f"trained_{mark}", build, "trained policy")),
         load=options.source,
         dtype=options.dtype,
         step=step,
@@ -156,10 +154,4 @@ def _trained(policy: str, run: Path, checkpoint: Path | None, cache_dir: str) ->
 def fingerprint(folder: str | Path) -> str:
     """A digest of the files that make a model folder, their names included; notes about it do not count."""
     files = sorted(p for p in Path(folder).iterdir() if p.suffix in MODEL_FILES and p.name != MARK and p.is_file())
-    text = "\n".join(f"{path.name} {_digest(path)}" for path in files)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return digest([(path.name, file_digest(path)) for path in files])

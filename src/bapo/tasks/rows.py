@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bapo.files import digest, file_digest
 
 Row = Mapping[str, Any]
 
@@ -67,7 +68,7 @@ class Rows:
             names = ", ".join(f"{self.split}{end}" for end in (*BUILDERS, "-*.parquet"))
             raise FileNotFoundError(f"it must be a file ({', '.join(BUILDERS)}), or a folder with one of {names}")
         # The library knows a file that it has read by its path and time alone; here it is known by what is in it.
-        name = _digest(files)
+        name = digest([file_digest(file) for file in files])
         return {"path": builders.pop(), "name": name, "data_files": {self.split: [str(file) for file in files]}}
 
     def _files_in(self, folder: Path) -> list[Path]:
@@ -84,15 +85,6 @@ class Rows:
 
     def __str__(self) -> str:
         return f"{self.key} is {self.path!r}; split {self.split!r}"
-
-
-def _digest(files: Sequence[Path]) -> str:
-    """SHA-256 of the contents of the files."""
-    parts = []
-    for file in files:
-        with file.open("rb") as opened:
-            parts.append(hashlib.file_digest(opened, "sha256").hexdigest())
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
 def text(value: Any, what: str) -> str:

@@ -19,6 +19,7 @@ from hydra.utils import get_object, instantiate
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from bapo.files import write_atomic
 from bapo.metrics import METRICS, WALL_CLOCK_PREFIXES
 from bapo.training.run_folder import is_main_process, redact
 
@@ -86,11 +87,7 @@ class _Table:
         self._replace([",".join(self.columns) + "\n", *(line + "," * len(new) + "\n" for line in lines[1:])])
 
     def _replace(self, lines: Sequence[str]) -> None:
-        """Swap the whole file in one step, so that a kill leaves the old one or the new one."""
-        temporary = self.path.with_name(f".{self.path.name}.part")
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            file.writelines(lines)
-        os.replace(temporary, self.path)
+        write_atomic(self.path, lambda path: path.write_bytes("".join(lines).encode()), sync=False)
         self.last_offset = sum(len(line.encode()) for line in lines[:-1])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from bapo.files import write_atomic
 from bapo.protocols import EngineError
 from bapo.training.run_folder import checkpoint_steps
 
@@ -81,11 +81,4 @@ class AtomicCheckpoints(TorchCheckpointIO):
     """Writes beside the target and renames. Lightning's own writes elsewhere and moves, which over file systems is a copy."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_suffix(".partial")
-        with partial.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
+        write_atomic(Path(path), lambda partial: torch.save(checkpoint, partial))
