@@ -1,4 +1,4 @@
-"""From question to ids: one BOS, one function for training, evaluation and probe, prompts that are too long."""
+"""From question to ids: one BOS, one function for training, evaluation and sync check, prompts that are too long."""
 
 import logging
 from pathlib import Path
@@ -16,6 +16,7 @@ from bapo.advantages import GroupRelativeAdvantage
 from bapo.data.datamodule import RolloutDataModule
 from bapo.evaluation import evaluate
 from bapo.evaluation.callback import Evaluate
+from bapo.protocols import Task
 from bapo.rollouts.collector import Collector
 from bapo.rollouts.options import RolloutOptions
 from bapo.rollouts.prompt_format import PLAIN, PromptFormat
@@ -136,7 +137,7 @@ def test_a_chat_that_the_tokenizer_cannot_hold_is_refused(template, fields, mess
         PromptFormat(kind="chat", **fields).encode(words(template=template), QUESTION)
 
 
-class Questions:
+class Questions(Task):
     """`rows` in every split; "]" is right."""
 
     def __init__(self, *texts: str):
@@ -161,7 +162,7 @@ def answering() -> ScriptedEngine:
     return engine
 
 
-def test_training_evaluation_and_probe_ask_with_the_same_ids(tmp_path: Path) -> None:
+def test_training_evaluation_and_sync_check_ask_with_the_same_ids(tmp_path: Path) -> None:
     tokenizer, engine = words(template="{{ bos_token }} " + TEMPLATE), answering()
     chat = PromptFormat(kind="chat", system="[", thinking=True)
     made = collector(engine, tokenizer, Questions("hello world"), prompt=chat)

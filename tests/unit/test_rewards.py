@@ -1,7 +1,6 @@
 """Reward terms, by hand."""
 
 import pytest
-from support import SMALL, run_experiment
 
 from bapo.rollouts.grading import grade
 from bapo.tasks.rewards import Format, Overlong
@@ -44,17 +43,6 @@ def test_terms_that_make_no_sense_are_refused(make, message):
         make()
 
 
-def test_a_run_with_two_terms_logs_each_and_trains_on_their_sum(cache_dir, tmp_path):
-    small = (*SMALL, f"policy.warm_start.cache_dir={cache_dir}", "trainer.max_rounds=1")
-    row = run_experiment(
-        tmp_path, *small, "reward=[overlong,format]", "reward.format.pattern='[0-9]+'", "reward.format.reward=0.5"
-    )
-    parts = [row[f"rollout/reward/{name}"] for name in ("correctness", "overlong", "format")]
-    assert parts[1] < 0 < parts[2] <= 0.5
-    assert row["rollout/reward_mean"] == pytest.approx(sum(parts), abs=1e-6)
-    assert row["eval/test/avg@1"] * 8 % 1 == 0  # correctness alone
-
-
 @pytest.mark.parametrize("value", [None, float("nan"), "1"])
 def test_a_term_that_is_no_finite_number_is_named(value):
     class One:
@@ -67,9 +55,3 @@ def test_a_term_that_is_no_finite_number_is_named(value):
 
     with pytest.raises(ValueError, match=r"reward.odd gives .* for a response to 'p'; it must be a finite number"):
         grade(One(), Tokenizer(), [(Prompt("p", "q", "a"), response(1))], {"odd": lambda rollout, text: value})
-
-
-def test_a_term_cannot_take_the_name_of_the_tasks_own_reward(cache_dir, tmp_path):
-    term = ("+reward.correctness._target_=bapo.tasks.rewards.Format", "+reward.correctness.pattern=x")
-    with pytest.raises(ValueError, match=r"reward.correctness is the task's own reward"):
-        run_experiment(tmp_path, *SMALL, f"policy.warm_start.cache_dir={cache_dir}", *term)
