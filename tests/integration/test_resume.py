@@ -242,8 +242,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(small, tmp_path, monkeypatch):
     run_experiment(tmp_path, *small, "trainer.max_rounds=1")
     before = newest_checkpoint(tmp_path)
 
-    def full(checkpoint, file):
-        file.write(b"half a file")
+    def full(checkpoint, path):
+        path.write_bytes(b"half a file")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("bapo.training.callbacks.checkpoint.torch.save", full)
