@@ -26,7 +26,8 @@ from bapo.policy.checkpoint import with_base
 from bapo.policy.options import PolicyOptions
 from bapo.training.cli import cli
 from bapo.training.process import hush
-from bapo.training.run_folder import newest_checkpoint, read_config
+from bapo.training.resume import newest_checkpoint, read_checkpoint
+from bapo.training.run_folder import read_config
 
 
 def export(run_dir: Path, out: Path, adapter: bool = False) -> None:
@@ -78,7 +79,7 @@ def trained_policy(
         raise ValueError(f"RUN_DIR is {str(run_dir)!r}; there is no checkpoint in it")
     policy = options.load(path, config["temperature"], config["seed"])
     module = nn.ModuleDict({"policy": policy})  # as the Lightning module names it
-    state = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    state = read_checkpoint(checkpoint)
     with_base(module, state)
     module.load_state_dict(state["state_dict"])
     return policy

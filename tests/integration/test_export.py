@@ -27,7 +27,7 @@ from bapo.export import export, main, policy_config, policy_options, trained_pol
 from bapo.policy.causal_lm import CausalLMPolicy
 from bapo.policy.lora import Lora
 from bapo.training.cli import cli
-from bapo.training.run_folder import newest_checkpoint
+from bapo.training.resume import newest_checkpoint
 
 LORA = (
     "+policy/lora=default",

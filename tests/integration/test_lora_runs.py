@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bapo.module import BapoModule
 from bapo.policy.lora import Lora
-from bapo.training.run_folder import newest_checkpoint
+from bapo.training.resume import newest_checkpoint
 
 LORA = ("+policy/lora=default", "policy.lora.r=4", "optimizer.lr=0.01")
 

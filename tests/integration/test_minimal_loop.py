@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bapo.rollouts.pool import Pool, load_pool
 from bapo.sft.warm_start import WarmStart
 from bapo.tasks.digit_ops import DigitOps
-from bapo.training.run_folder import newest_checkpoint
+from bapo.training.resume import newest_checkpoint
 
 WARM_START = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TASK = DigitOps(digits=2, train_size=200, test_size=32)

@@ -22,7 +22,8 @@ from bapo.engines.hf import HFEngine
 from bapo.module import BapoModule
 from bapo.protocols import EngineError
 from bapo.sft.warm_start import WarmStart
-from bapo.training.run_folder import newest_checkpoint, resume_command
+from bapo.training.resume import newest_checkpoint
+from bapo.training.run_folder import resume_command
 
 
 @pytest.fixture(scope="module")
@@ -224,18 +225,6 @@ def test_a_folder_in_use_or_with_a_run_in_it_is_refused(uninterrupted, small, tm
         with pytest.raises(ValueError, match="is in use: a run is in progress in it"):
             run_experiment(uninterrupted, f"resume={uninterrupted}")
     assert json.loads((uninterrupted / "status.json").read_text())["status"] == "finished"
-
-
-def test_an_unreadable_checkpoint_is_passed_over(uninterrupted, small, tmp_path, caplog):
-    run_experiment(tmp_path, *small, "trainer.max_rounds=2")
-    whole = newest_checkpoint(tmp_path)
-    torn = whole.with_name("update=000009.ckpt")
-    torn.write_bytes(whole.read_bytes()[:-500])
-    whole.with_name("update=000010.ckpt").touch()
-    assert newest_checkpoint(tmp_path) == whole
-    assert "update=000009.ckpt cannot be read and is passed over" in caplog.text
-    run_experiment(tmp_path, f"resume={tmp_path}", "trainer.max_rounds=3")
-    assert_same_run(tmp_path, uninterrupted)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(small, tmp_path, monkeypatch):

@@ -36,7 +36,8 @@ from bapo.sft.rows import Row, SftData, SftOptions, encode, end_of_sequence, fit
 from bapo.sft.run import SFT
 from bapo.training.cli import explain
 from bapo.training.job import build
-from bapo.training.run_folder import newest_checkpoint, register_resolvers
+from bapo.training.resume import newest_checkpoint
+from bapo.training.run_folder import register_resolvers
 from bapo.training.train import TRAIN
 from bapo.types import Prompt, SamplingParams
 

@@ -32,16 +32,20 @@ class RolloutDataModule(L.LightningDataModule):
 
     With `schedule.lag` k the pools up to round n + k are collected before round n. So `train_dataloader` is idempotent, and a
     resumed run keeps its calendar. `connect` gives it the policy in training; `on_phase` is told "refill", "eval" and "train"
-    as they begin. sync_tolerance: nats by which the engine's log-probs may differ from the policy's.
+    as they begin. sync_tolerance: nats by which the engine's log-probs may differ from the policy's. run_id: stands in every
+    pool's file; one of another run is refused.
     """
 
-    def __init__(self, collector: Collector, schedule: Schedule, rounds_dir: Path, seed: int, sync_tolerance: float):
+    def __init__(
+        self, collector: Collector, schedule: Schedule, rounds_dir: Path, seed: int, sync_tolerance: float, run_id: str = ""
+    ):
         super().__init__()
         self.collector = collector
         self.schedule = schedule
         self.rounds_dir = rounds_dir
         self.seed = seed
         self.sync_tolerance = sync_tolerance
+        self.run_id = run_id
         self.policy: PolicyHandle | None = None
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.newest = -1  # round whose pool is filed; a checkpoint with it needs the files up to here
@@ -117,7 +121,7 @@ class RolloutDataModule(L.LightningDataModule):
                 self._pool = pool if pool.meta["round"] == round_index else self._pool
             self.newest = max(self.newest, due[-1] - (self._finish_background is not None))
             if self.schedule.replay and self._pool:
-                earlier = [load_pool(self.rounds_dir, index) for index in self.schedule.replay.of(round_index)]
+                earlier = [load_pool(self.rounds_dir, index, self.run_id) for index in self.schedule.replay.of(round_index)]
                 self._pool = self.schedule.replay.add(
                     self._pool, [pool for pool in earlier if pool], self.seed, self.schedule.most_staleness
                 )
@@ -126,7 +130,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _filed(self, round_index: int) -> Pool | None:
         try:
-            return load_pool(self.rounds_dir, round_index)
+            return load_pool(self.rounds_dir, round_index, self.run_id)
         except ValueError as error:
             if round_index <= self.newest:
                 raise
@@ -140,7 +144,7 @@ class RolloutDataModule(L.LightningDataModule):
         """
         assert self.policy is not None, "connect a policy first"
         first = rounds[0]
-        before = load_meta(self.rounds_dir, first - 1) if first else {}
+        before = load_meta(self.rounds_dir, first - 1, self.run_id) if first else {}
         # A later policy would not generate the same round; the round before holds the place in the prompt order.
         if first <= self.newest or before is None:
             missing = first if first <= self.newest else first - 1
@@ -177,7 +181,7 @@ class RolloutDataModule(L.LightningDataModule):
         pool.meta["timing"] |= timing
         pool.meta["metrics"] |= {name: value for name, value in facts.items() if name not in timing}
         if ranks.rank == 0:
-            pool.save(self.rounds_dir)
+            pool.save(self.rounds_dir, self.run_id)
         ranks.gather(None)  # a barrier: the file is there for every rank
 
     def _generate_in_background(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo.evaluation.scoring import Scored
-from bapo.files import write_text_atomic
+from bapo.files import write_json_atomic, write_text_atomic
 
 SAMPLES, RESULT = "samples.jsonl", "result.json"
 SHORT = {
@@ -87,7 +87,7 @@ def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     writer.writerow(row)
     write_text_atomic(folder / "result.csv", text.getvalue())
     write_text_atomic(folder / "result.md", markdown([shown_row(result)]))
-    write_text_atomic(folder / RESULT, json.dumps(result, indent=1) + "\n")
+    write_json_atomic(folder / RESULT, result)
 
 
 def summary_row(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from transformers import AutoConfig
 
 from bapo.export import policy_config, policy_options, trained_policy, write_model
@@ -17,7 +16,8 @@ from bapo.files import digest, file_digest
 from bapo.policy.folder_cache import MARK, kept_folder
 from bapo.policy.options import PolicyOptions
 from bapo.sft.warm_start import Untrained, WarmStart
-from bapo.training.run_folder import checkpoint_steps, folder_name, newest_checkpoint
+from bapo.training.resume import checkpoint_steps, newest_checkpoint, read_checkpoint
+from bapo.training.run_folder import folder_name
 
 MODEL_FILES = {".safetensors", ".bin", ".json", ".txt", ".model", ".jinja"}
 
@@ -126,7 +126,7 @@ def _trained(policy: str, run: Path, checkpoint: Path | None, cache_dir: str) ->
         raise ValueError(f"policy.path is {policy!r}; there is no checkpoint in that run folder")
     step = checkpoint_steps(checkpoint.parent).get(checkpoint)
     if step is None:
-        step = int(torch.load(checkpoint, weights_only=True, mmap=True)["global_step"])
+        step = int(read_checkpoint(checkpoint)["global_step"])
     # A checkpoint of adapters is a policy together with the model below them.
     below = (fingerprint(base) if Path(base).exists() else f"{base}@{options.revision}") if options.lora else None
     mark = digest(file_digest(checkpoint), config["policy"].get("lora"), below, options.dtype)

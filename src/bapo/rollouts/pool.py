@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bapo.files import write_atomic, write_text_atomic
+from bapo.files import digest, file_digest, write_atomic, write_json_atomic
 from bapo.rollouts.groups import Group, load_groups, save_groups, stats_of
 from bapo.types import Batch, Sample
 
@@ -37,17 +37,23 @@ class Pool:
         own = [(self.meta["round"], row) for row in range(len(self.batch) - len(self.again))]
         return torch.tensor([*own, *self.again], dtype=torch.int64).view(-1, 2)
 
-    def save(self, folder: Path) -> None:
-        """Two files, and two for unfinished groups; the JSON is renamed into place last: it stands for a complete pool."""
+    def save(self, folder: Path, run_id: str = "") -> None:
+        """Two files, and two for unfinished groups; the JSON is renamed into place last: it stands for a complete pool.
+
+        It holds the checksums of all four, and the run they belong to.
+        """
         tensors, header = _paths(folder, self.meta["round"])
         values = {f.name: getattr(self.batch, f.name).contiguous() for f in fields(Batch)}
         write_atomic(tensors, lambda path: save_file(values, str(path)))
+        unfinished = _unfinished_paths(folder, self.meta["round"])
         if self.unfinished:
-            save_groups(self.unfinished, _unfinished_path(folder, self.meta["round"]))
+            save_groups(self.unfinished, unfinished[0].with_suffix(""))
         else:  # files of an earlier attempt at this round, stopped before it was complete
-            for suffix in (".json", ".safetensors"):
-                _unfinished_path(folder, self.meta["round"]).with_suffix(suffix).unlink(missing_ok=True)
-        write_text_atomic(header, json.dumps({**self.meta, "rows": self.rows}, indent=1) + "\n")
+            for path in unfinished:
+                path.unlink(missing_ok=True)
+        files = {path.name: file_digest(path) for path in (tensors, *unfinished) if path.exists()}
+        meta = {**self.meta, "rows": self.rows, "run_id": run_id, "files": files}
+        write_json_atomic(header, meta | {"digest": digest(meta)})
 
 
 def _paths(folder: Path, round_index: int) -> tuple[Path, Path]:
@@ -55,21 +61,35 @@ def _paths(folder: Path, round_index: int) -> tuple[Path, Path]:
     return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
 
 
-def _unfinished_path(folder: Path, round_index: int) -> Path:
-    return folder / f"unfinished_{round_index:05d}"
+def _unfinished_paths(folder: Path, round_index: int) -> tuple[Path, Path]:
+    stem = folder / f"unfinished_{round_index:05d}"
+    return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
+
+
+def _check_files(folder: Path, meta: Mapping[str, Any], paths: Sequence[Path]) -> None:
+    """ValueError for a file that is missing, or not the one that the round's JSON was written for."""
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; round {meta['round']} was filed with it")
+        if file_digest(path) != meta["files"].get(path.name):
+            raise ValueError(f"{path} is damaged: its contents do not match the checksum of round {meta['round']}")
 
 
 def load_unfinished(folder: Path, round_index: int) -> list[Group]:
     """The groups that a round left unfinished. Raises ValueError for a damaged or missing file."""
-    path, meta = _unfinished_path(folder, round_index), load_meta(folder, round_index) or {}
-    groups = load_groups(path)
-    if len(groups) != meta.get("unfinished", len(groups)):
-        raise ValueError(f"{path}.json holds {len(groups)} unfinished groups; round {round_index} left {meta['unfinished']}")
-    return groups
+    meta = load_meta(folder, round_index)
+    if meta is None or not meta["unfinished"]:
+        return []
+    paths = _unfinished_paths(folder, round_index)
+    _check_files(folder, meta, paths)
+    return load_groups(paths[0].with_suffix(""))
 
 
-def load_meta(folder: Path, round_index: int) -> dict[str, Any] | None:
-    """The meta of a round, without its tensors; None if it was never completed."""
+def load_meta(folder: Path, round_index: int, run_id: str | None = None) -> dict[str, Any] | None:
+    """The meta of a round, without its tensors; None if it was never completed. ValueError if it is damaged or misplaced.
+
+    run_id: the run that it must belong to; None for any.
+    """
     header = _paths(folder, round_index)[1]
     if not header.is_file():
         return None
@@ -77,26 +97,24 @@ def load_meta(folder: Path, round_index: int) -> dict[str, Any] | None:
         meta = json.loads(header.read_text())
     except ValueError as error:
         raise ValueError(f"{header} is damaged: {error}") from error
-    if not isinstance(meta, dict):
-        raise ValueError(f"{header} is damaged: it holds no object")
+    if not isinstance(meta, dict) or meta.pop("digest", None) != digest(meta):
+        raise ValueError(f"{header} is damaged: its contents do not match its checksum")
+    if meta["round"] != round_index:
+        raise ValueError(f"{header} is the file of round {meta['round']}")
+    if run_id is not None and meta["run_id"] != run_id:
+        raise ValueError(f"{header} is of another run, {meta['run_id']}; this run is {run_id}")
     return meta
 
 
-def load_pool(folder: Path, round_index: int) -> Pool | None:
-    """The pool of a round, or None if it was never completed. Raises ValueError for a damaged file."""
-    meta = load_meta(folder, round_index)
+def load_pool(folder: Path, round_index: int, run_id: str | None = None) -> Pool | None:
+    """The pool of a round, or None if it was never completed. ValueError as `load_meta`."""
+    meta = load_meta(folder, round_index, run_id)
     if meta is None:
         return None
-    tensors, header = _paths(folder, round_index)
-    try:
-        batch = Batch(**load_file(str(tensors)))
-    except Exception as error:
-        raise ValueError(f"{tensors} is damaged: {error}") from error
-    try:
-        rows = tuple((uid, index, seed) for uid, index, seed in meta.pop("rows"))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{header} is damaged: it does not name its rows") from error
-    return Pool(batch, rows, meta)
+    tensors = _paths(folder, round_index)[0]
+    _check_files(folder, meta, [tensors])
+    rows = tuple((uid, index, seed) for uid, index, seed in meta.pop("rows"))
+    return Pool(Batch(**load_file(str(tensors))), rows, meta)
 
 
 def collate(samples: Sequence[Sample], pad_id: int, rewards: Tensor | None = None, advantages: Tensor | None = None) -> Batch:

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from bapo.export import write_model
+from bapo.files import digest
 from bapo.policy.causal_lm import load_tokenizer
 from bapo.policy.options import PolicyOptions
 from bapo.sft.module import SftModule
@@ -48,8 +49,8 @@ def check(parts: dict[str, Any]) -> None:
 SFT = Entry(
     "sft.py",
     {
-        "name", "tags", "seed", "threads", "resume", "optimized_metric", "sft", "policy", "task", "data", "prompt", "optimizer",
-        "lr_schedule", "trainer", "logger", "callbacks",
+        "name", "tags", "seed", "threads", "resume", "resume_from", "allow_changes", "optimized_metric", "sft", "policy",
+        "task", "data", "prompt", "optimizer", "lr_schedule", "trainer", "logger", "callbacks",
     },
     check,
     check_machine,
@@ -107,7 +108,7 @@ def _training(job: Job, at_the_end: ExitStack) -> Training:
             save_model(module, policy, path, job.folder / "model")
             log.info("model: %s", job.folder / "model")
 
-    return Training(module, data, data.epochs, conclude)
+    return Training(module, data, data.epochs, {"rows": digest([vars(row) for row in parts["shown"]])}, conclude)
 
 
 def save_model(module: SftModule, policy: PolicyOptions, path: str | Path, folder: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from bapo.files import digest
 from bapo.optimizer import check_optimizer, check_schedule
 from bapo.protocols import Task
 from bapo.training.config_check import check_trainer_flags
@@ -61,6 +62,15 @@ def _check_splits(task: Any, callbacks: Mapping[str, Any]) -> None:
                     f"callbacks.evaluate.split is {callback.split!r}; {where} has only {', '.join(splits)}: "
                     f"callbacks.evaluate=null, callbacks.evaluate.split={splits[0]} or {other}"
                 )
+
+
+def data_digests(task: Task, callbacks: Mapping[str, Any]) -> dict[str, str]:
+    """A digest of the prompts of every set that a run trains on or is evaluated on, by its name."""
+    sets = {"train": task.prompts("train")}
+    for callback in (c for c in callbacks.values() if hasattr(c, "benchmarks")):
+        for name, benchmark in (callback.benchmarks or {callback.split: task}).items():
+            sets[name] = benchmark.prompts(callback.split)
+    return {name: digest([(prompt.uid, prompt.text, prompt.answer) for prompt in prompts]) for name, prompts in sets.items()}
 
 
 def check_sizes(parts: Mapping[str, Any]) -> None:

@@ -17,8 +17,9 @@ from hydra.utils import get_object
 from bapo.training.trainer import read_trainer, unknown_flags
 
 TOP_LEVEL = {
-    "name", "tags", "seed", "threads", "resume", "explain", "optimized_metric", "loss", "objective", "advantage", "policy",
-    "task", "reward", "rollout", "schedule", "optimizer", "lr_schedule", "trainer", "logger", "callbacks",
+    "name", "tags", "seed", "threads", "resume", "resume_from", "allow_changes", "explain", "optimized_metric", "loss",
+    "objective", "advantage", "policy", "task", "reward", "rollout", "schedule", "optimizer", "lr_schedule", "trainer",
+    "logger", "callbacks",
 }  # fmt: skip
 COLLECTIONS = {"logger", "callbacks", "reward", "benchmark"}  # groups that hold any number of objects; every other group is one
 HEAVY = {"callbacks", "lr_schedule", "logger", "trainer"}  # their classes take seconds to import: checked and built last
@@ -26,7 +27,7 @@ CALLED_LATER = {"optimizer", "lr_schedule"}  # groups of one class each, whose f
 OPTIONAL = {"lr_schedule"}  # groups that may be null
 PLAIN = {
     "name": str, "tags": list[str], "seed": int, "threads": int | None, "resume": str | None, "explain": bool,
-    "optimized_metric": str | None,
+    "resume_from": int | str | None, "allow_changes": bool, "optimized_metric": str | None,
 }  # fmt: skip
 """Keys at the top that are values, not objects."""
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}

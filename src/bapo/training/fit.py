@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +26,14 @@ from bapo.training.callbacks.stop import StopOnSignal
 from bapo.training.job import Job
 from bapo.training.loggers import finish, make_loggers
 from bapo.training.process import exit_on_sigterm, hush, known_to_children
+from bapo.training.resume import check_unchanged, record_run
 from bapo.training.run_folder import (
     how_to_resume,
     is_main_process,
     log_failure,
     open_run_folder,
     plain_config,
+    provenance,
     redact,
     resume_command,
     write_status,
@@ -43,11 +45,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Training:
-    """Module and data of a fit of `epochs` Lightning epochs. conclude: called at the end of a fit that nothing stopped."""
+    """Module and data of a fit of `epochs` Lightning epochs.
+
+    digests: of the rows that it uses, by name. conclude: called at the end of a fit that nothing stopped.
+    """
 
     module: UpdateModule
     data: Any
     epochs: int
+    digests: Mapping[str, str]
     conclude: Callable[[], None] = lambda: None
 
 
@@ -84,7 +90,7 @@ def _run_in_folder(job: Job, training: Callable[[Job, ExitStack], Training]) -> 
         # Lightning turns a second Ctrl-C into SystemExit.
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         if not interrupted:
-            log_failure(error, HydraConfig.get().mode == RunMode.MULTIRUN)
+            log_failure(error, folder, HydraConfig.get().mode == RunMode.MULTIRUN)
         with suppress(OSError):  # a full disk must not hide what went wrong first
             status = "interrupted" if interrupted else "failed"
             write_status(folder, status, error=redact(repr(error)), seconds=round(time.time() - start, 1))
@@ -117,10 +123,11 @@ def _fit(job: Job, training: Callable[[Job, ExitStack], Training]) -> tuple[dict
     stop = StopOnSignal()
     with ExitStack() as at_the_end:
         made = training(job, at_the_end)
+        resume_step = _updates_of(checkpoint) if job.resume else None
+        _check_data(job, made.digests, resume_step)
         loggers: list[Logger] = []
         exit_code = [1]  # what the loggers are told unless the fit ends well
         at_the_end.callback(lambda: finish(loggers, exit_code[0]))
-        resume_step = _updates_of(checkpoint) if job.resume else None
         for logger in make_loggers(parts["logger"], folder, resume_step):
             loggers.append(logger)
             logger.log_hyperparams(plain_config(job.cfg))
@@ -133,6 +140,15 @@ def _fit(job: Job, training: Callable[[Job, ExitStack], Training]) -> tuple[dict
     return made.module.latest | {"trainer/global_step": trainer.global_step}, stop.received
 
 
+def _check_data(job: Job, digests: Mapping[str, str], resume_step: int | None) -> None:
+    """Records what the run is made of. ValueError if a resumed run has other data than before."""
+    if resume_step is not None:
+        check_unchanged(job.folder, {"data": digests}, job.allow_changes)
+    if is_main_process():
+        now = {"data": digests, "config": plain_config(job.cfg), "packages": provenance()["packages"]}
+        record_run(job.folder, now, resume_step)
+
+
 def _build_trainer(job: Job, made: Training, loggers: list[Logger], stop: StopOnSignal) -> L.Trainer:
     callbacks = [callback for callback in job.parts["callbacks"].values() if callback is not None]
     for display in (c for c in callbacks if isinstance(c, ProgressDisplay)):
@@ -141,7 +157,7 @@ def _build_trainer(job: Job, made: Training, loggers: list[Logger], stop: StopOn
         max_epochs=made.epochs,
         logger=loggers,
         callbacks=[*callbacks, stop],
-        plugins=[AtomicCheckpoints()],
+        plugins=[AtomicCheckpoints(job.folder)],
         reload_dataloaders_every_n_epochs=1,  # the data module decides what an epoch trains on, so it is always asked
         use_distributed_sampler=False,  # it deals rows to ranks itself
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),

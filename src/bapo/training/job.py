@@ -18,10 +18,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from bapo.training.config_check import HEAVY, PLAIN, check_heavy_calls, check_keys_and_types, task_at
+from bapo.training.resume import check_unchanged, chosen_checkpoint, read_checkpoint, set_aside
 from bapo.training.run_folder import (
     CHILD_RUN_DIR,
     discard_unused,
-    newest_checkpoint,
+    is_main_process,
+    plain_config,
+    provenance,
     read_config,
     redact,
     write_status,
@@ -57,6 +60,7 @@ class Job:
     parts: dict[str, Any]
     resume: bool
     checkpoint: Path | None
+    allow_changes: bool = False
 
 
 def open_job(cfg: DictConfig, entry: Entry) -> Job:
@@ -70,7 +74,11 @@ def open_job(cfg: DictConfig, entry: Entry) -> Job:
     if resume:
         if hydra.mode == RunMode.MULTIRUN or Path(cfg.resume).absolute() != folder:
             raise ValueError(f"resume is {cfg.resume!r}; a run resumes in that folder: neither -m nor hydra.run.dir fits")
-        cfg = _saved_config(folder, list(hydra.overrides.task), entry)
+        resume_from, allow_changes = cfg.resume_from, bool(cfg.allow_changes)
+        checkpoint = chosen_checkpoint(folder, resume_from)
+        cfg = _saved_config(folder, list(hydra.overrides.task), entry, allow_changes)
+    elif cfg.resume_from is not None:
+        raise ValueError(f"resume_from is {cfg.resume_from!r}; it goes with resume=RUN_DIR")
     try:
         parts = build(cfg, entry)
     except (ValueError, OmegaConfBaseException) as error:
@@ -80,15 +88,28 @@ def open_job(cfg: DictConfig, entry: Entry) -> Job:
         elif not resume:
             discard_unused(folder)
         raise
-    return Job(entry, folder, cfg, parts, resume, newest_checkpoint(folder) if resume else None)
+    if resume and resume_from is not None and is_main_process():
+        _set_aside(folder, checkpoint)
+    return Job(entry, folder, cfg, parts, resume, checkpoint if resume else None, allow_changes if resume else False)
 
 
-def _saved_config(folder: Path, overrides: list[str], entry: Entry) -> DictConfig:
-    """The config a run was started with; of a command line that resumes it, only `Entry.may_change` counts."""
+def _set_aside(folder: Path, checkpoint: Path | None) -> None:
+    state: dict[str, Any] = read_checkpoint(checkpoint) if checkpoint else {"global_step": 0}
+    rounds = state.get("RolloutDataModule", {"newest": -1})["newest"] + 1
+    if aside := set_aside(folder, int(state["global_step"]), rounds):
+        log.info("what the run recorded after update %d is in %s", state["global_step"], aside)
+
+
+def _saved_config(folder: Path, overrides: list[str], entry: Entry, allow_changes: bool) -> DictConfig:
+    """The config a run was started with; of a command line that resumes it, only `Entry.may_change` counts.
+
+    ValueError if the file has been changed since, or a package has, unless `allow_changes`.
+    """
     cfg = read_config(folder)
     if missing := sorted(entry.top_level - cfg.keys()):
         raise ValueError(f"resume is {str(folder)!r}; it is no run of {entry.script}: its config has no {', '.join(missing)}")
-    changes = [o for o in overrides if not o.startswith("resume=")]
+    check_unchanged(folder, {"config": plain_config(cfg), "packages": provenance()["packages"]}, allow_changes)
+    changes = [o for o in overrides if not o.startswith(("resume=", "resume_from=", "allow_changes="))]
     if refused := [o for o in changes if not o.startswith(entry.may_change)]:
         allowed = ", ".join(name.rstrip("=") for name in entry.may_change) or "nothing"
         raise ValueError(f"resume continues the run's own config: {' '.join(refused)} cannot be changed (allowed: {allowed})")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
-import json
 import logging
 import os
 import platform
@@ -23,7 +22,7 @@ from typing import Any, TextIO
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from bapo.files import write_text_atomic
+from bapo.files import read_json, write_json_atomic, write_text_atomic
 
 log = logging.getLogger(__name__)
 
@@ -136,11 +135,11 @@ def open_run_folder(folder: Path, cfg: DictConfig, resume: bool, script: str = "
             again = resume_command(folder, script)
             raise ValueError(f"run folder {str(folder)!r} holds a run already; to resume it: {again}")
         print(datetime.now().isoformat(timespec="seconds"), redact(" ".join(sys.argv)), file=commands, flush=True)
-        write_text_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
+        config = plain_config(cfg)
+        write_text_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
         if not resume:
-            (folder / "provenance.json").write_text(
-                json.dumps({"tags": plain_config(cfg)["tags"], **provenance()}, indent=1) + "\n"
-            )
+            facts = {"run_id": secrets.token_hex(8), "tags": config["tags"], **provenance(), "config": config, "data": {}}
+            write_json_atomic(folder / "provenance.json", facts)
         yield
 
 
@@ -186,35 +185,15 @@ def read_config(folder: Path) -> DictConfig:
 
 
 def write_status(folder: Path, status: str, **facts: Any) -> None:
-    """status.json: `running`, `finished`, `interrupted` or `failed`, when, and the facts given.
+    """status.json: `running`, `finished`, `interrupted` or `failed`, when, the updates of the last checkpoint, and `facts`.
 
     Rank 0 alone writes; the file is replaced as a whole.
     """
     if not is_main_process():
         return
-    facts = {"status": status, "time": datetime.now().isoformat(timespec="seconds"), **facts}
-    write_text_atomic(folder / "status.json", json.dumps(facts, indent=1) + "\n")
-
-
-def checkpoint_steps(folder: Path) -> dict[Path, int]:
-    """Completed updates of every checkpoint file in `folder`, by name."""
-    names = {path: re.fullmatch(r"update=(\d+)\.ckpt", path.name) for path in folder.glob("*.ckpt")}
-    return {path: int(match[1]) for path, match in names.items() if match and path.is_file()}
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The readable checkpoint of the most updates in `folder`/checkpoints."""
-    import torch  # not for --help
-
-    steps = checkpoint_steps(folder / "checkpoints")
-    for path in sorted(steps, key=steps.__getitem__, reverse=True):
-        try:
-            torch.load(path, weights_only=True, mmap=True)
-        except Exception as error:
-            log.warning("%s cannot be read and is passed over: %s", path, error)
-        else:
-            return path
-    return None
+    known = {"checkpoint": at} if (at := read_json(folder / "status.json").get("checkpoint")) is not None else {}
+    facts = {"status": status, "time": datetime.now().isoformat(timespec="seconds"), **known, **facts}
+    write_json_atomic(folder / "status.json", facts)
 
 
 def resume_command(folder: Path, script: str = "train.py") -> str:
@@ -225,21 +204,22 @@ def resume_command(folder: Path, script: str = "train.py") -> str:
 
 def how_to_resume(folder: Path, again: str, error: BaseException) -> str:
     """Advice after `error`: a wrong config fails again as long as no checkpoint was written."""
-    if newest_checkpoint(folder):
+    if any((folder / "checkpoints").glob("*.ckpt")):
         return f"to resume from the last checkpoint: {again}"
     if isinstance(error, ValueError):
         return "there is no checkpoint, and the same config would fail again: correct it and start another run"
     return f"there is no checkpoint yet; to start again: {again}"
 
 
-def log_failure(error: BaseException, sweep: bool) -> None:
+def log_failure(error: BaseException, folder: Path, sweep: bool) -> None:
     """The traceback of the exception being handled: to the log's file, and to the screen unless one message says it all there.
 
-    It does for a ValueError, which ends the process; in a sweep other jobs follow.
+    It does for a ValueError, and for a file of the run that cannot be written; both end the process. In a sweep others follow.
     """
     record = log.makeRecord(log.name, logging.ERROR, __file__, 0, "%s", (redact(traceback.format_exc()),), None)
     handlers = logging.root.handlers
-    if isinstance(error, ValueError) and not sweep:
+    own_file = isinstance(error, OSError) and Path(str(error.filename)).is_relative_to(folder)
+    if (isinstance(error, ValueError) or own_file) and not sweep:
         handlers = [handler for handler in handlers if isinstance(handler, logging.FileHandler)] or handlers
     for handler in handlers:
         handler.handle(record)

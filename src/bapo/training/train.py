@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from bapo.training.checks import check_run, check_sizes
+from bapo.training.checks import check_run, check_sizes, data_digests
 from bapo.training.config_check import TOP_LEVEL
 from bapo.training.job import Entry, Job, build, open_job
+from bapo.training.resume import read_provenance
 from bapo.training.run_folder import discard_unused
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ def _build_training(job: Job, at_the_end: ExitStack) -> Training:
     )
     precisions = [DTYPES[policy.dtype], engine.dtype, torch.bfloat16 if options.mixed_precision else torch.float32]
     tolerance = rollout.sync_tolerance or max(TOLERANCE[precision] for precision in precisions)
-    data = RolloutDataModule(collector, schedule, job.folder / "rounds", parts["seed"], tolerance)
+    run_id = read_provenance(job.folder)["run_id"]
+    data = RolloutDataModule(collector, schedule, job.folder / "rounds", parts["seed"], tolerance, run_id)
     data.connect(module)
     at_the_end.callback(data.abandon)
-    return Training(module, data, options.max_rounds * schedule.epochs_per_round)
+    digests = data_digests(parts["task"], parts["callbacks"])
+    return Training(module, data, options.max_rounds * schedule.epochs_per_round, digests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from bapo.files import write_atomic
 from bapo.protocols import EngineError
-from bapo.training.run_folder import checkpoint_steps
+from bapo.training.resume import checkpoint_steps, content_digest, read_checkpoint, read_provenance
+from bapo.training.run_folder import write_status
 
 
 class Checkpoints(ModelCheckpoint):
@@ -45,9 +47,9 @@ class Checkpoints(ModelCheckpoint):
         ends = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
         if ends or trainer.should_stop:
             self._save_newest(trainer, between=False)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero:  # what this process has written or loaded; a later file may not load
             steps = checkpoint_steps(Path(str(self.dirpath)))
-            for path in [path for path, step in steps.items() if step < max(steps.values())]:
+            for path in [path for path, step in steps.items() if step < self._last_global_step_saved]:
                 path.unlink()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -78,7 +80,20 @@ class Checkpoints(ModelCheckpoint):
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
-    """Writes beside the target and renames. Lightning's own writes elsewhere and moves, which over file systems is a copy."""
+    """Writes beside the target and renames. Lightning's own writes elsewhere and moves, which over file systems is a copy.
+
+    Every checkpoint carries the id of its run and a checksum; status.json tells that there is one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        checkpoint["run_id"] = read_provenance(self.folder)["run_id"]
+        checkpoint["digest"] = content_digest(checkpoint)
         write_atomic(Path(path), lambda partial: torch.save(checkpoint, partial))
+        write_status(self.folder, "running", pid=os.getpid(), checkpoint=checkpoint["global_step"])
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return read_checkpoint(Path(path))
