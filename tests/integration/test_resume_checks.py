@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from omegaconf import OmegaConf
 from support import SMALL, run_experiment
 from support.tasks import dataset
 
-from bapo.rollouts.pool import load_pool, load_unfinished
+from bapo.records.files import load_update
+from bapo.rollouts.pool import Pool, load_pool, load_unfinished
 from bapo.training.callbacks.checkpoint import Checkpoints
 from bapo.training.checks import data_digests
 from bapo.training.resume import checkpoint_steps, content_digest, differences, newest_checkpoint, read_checkpoint
@@ -268,6 +270,43 @@ def test_files_of_a_run_are_readable_alike(finished: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     assert set(modes.values()) == {oct(0o666 & ~umask)}, modes
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "pool", "header", "unfinished", "record"])
+def test_a_bit_flipped_anywhere_is_named_or_changes_nothing(run: Path, kind: str) -> None:
+    rounds, updates = run / "rounds", run / "updates"
+    path, read = {
+        "checkpoint": (run / "checkpoints" / "update=000012.ckpt", lambda: content_digest(read_checkpoint(path))),
+        "pool": (rounds / "round_00001.safetensors", lambda: content_digest(vars(whole(load_pool(rounds, 1)).batch))),
+        "header": (rounds / "round_00001.json", lambda: json.dumps(whole(load_pool(rounds, 1)).meta)),
+        "unfinished": (rounds / "unfinished_00001.safetensors", lambda: repr(load_unfinished(rounds, 1))),
+        "record": (updates / "update_000007.npz", lambda: repr(vars(load_update(updates, 7)))),
+    }[kind]
+    intact, data, named = read(), path.read_bytes(), 0
+    for offset in random.Random(0).sample(range(len(data)), 40):
+        flip(path, offset)
+        try:
+            assert read() == intact, offset
+        except ValueError as error:
+            named += path.name in str(error)
+        path.write_bytes(data)
+    assert named >= 20
+
+
+def whole(pool: Pool | None) -> Pool:
+    assert pool is not None
+    return pool
+
+
+def test_a_record_in_anothers_place_is_named(run: Path) -> None:
+    updates = run / "updates"
+    shutil.copy(updates / "update_000003.npz", updates / "update_000004.npz")
+    with pytest.raises(ValueError, match=r"update_000004.npz is damaged: it is the record of update 3, rank 0"):
+        load_update(updates, 4)
+    facts = json.loads((run / "provenance.json").read_text())
+    (run / "provenance.json").write_text(json.dumps(facts | {"run_id": "0123"}))
+    with pytest.raises(ValueError, match=r"update_000003.npz is of another run, [0-9a-f]{16}; this run is 0123"):
+        load_update(updates, 3)
 
 
 # What has changed.

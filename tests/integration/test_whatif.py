@@ -305,12 +305,12 @@ BROKEN = {
     "a torn round": (
         lambda run: (run / "rounds" / "round_00001.safetensors").write_bytes(b"x"), r"round_00001.safetensors is damaged",
     ),
-    "another run's round": (
+    "another round's files": (
         lambda run: [
             shutil.copy(run / "rounds" / f"round_00000.{kind}", run / "rounds" / f"round_00001.{kind}")
             for kind in ("json", "safetensors")
         ],
-        "are they of another run|rows, and row",
+        r"round_00001.json is the file of round 0",
     ),
     "no config": (lambda run: (run / "config.yaml").unlink(), r"there is no config.yaml in it"),
 }  # fmt: skip

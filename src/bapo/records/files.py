@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bapo.files import write_atomic
+from bapo.files import read_json, write_atomic
 
 FORMAT = 1
 FOLDER = "updates"
@@ -62,7 +62,8 @@ def record_path(folder: Path, step: int, rank: int = 0) -> Path:
 
 def save_record(folder: Path, record: UpdateRecord, rank: int, edges: Mapping[str, Array]) -> None:
     """Write one rank's file, atomically. edges: bins of the histogram, for readers of the file."""
-    facts = json.dumps({"format": FORMAT, "rank": rank, **record.facts})
+    run_id = read_json(folder.parent / "provenance.json").get("run_id", "")
+    facts = json.dumps({"format": FORMAT, "rank": rank, "run_id": run_id, **record.facts})
     arrays: dict[str, Any] = {name: getattr(record, name) for name in ARRAYS} | dict(edges)
 
     def write(path: Path) -> None:
@@ -100,9 +101,14 @@ def check_complete(folder: Path, last: int | None = None) -> list[int]:
 def load_arrays(folder: Path, step: int, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Array]]:
     """Facts of an update and the named arrays of all its ranks, in rank order. ValueError for a missing or damaged file."""
     parts = [_read(record_path(folder, step), names)]
-    if (number := parts[0][0].get("step")) != step:
-        raise ValueError(f"{record_path(folder, step)} is damaged: it is the record of update {number}")
     parts += [_read(record_path(folder, step, rank), names) for rank in range(1, int(parts[0][0]["world"]))]
+    run_id = read_json(folder.parent / "provenance.json").get("run_id")
+    for rank, (facts, _) in enumerate(parts):
+        path = record_path(folder, step, rank)
+        if (facts["step"], facts["rank"]) != (step, rank):
+            raise ValueError(f"{path} is damaged: it is the record of update {facts['step']}, rank {facts['rank']}")
+        if run_id is not None and facts["run_id"] != run_id:
+            raise ValueError(f"{path} is of another run, {facts['run_id']}; this run is {run_id}")
     arrays = {name: [part[name] for _, part in parts] for name in names}
     return parts[0][0], {
         name: np.sum(values, axis=0) if name in ADDED else np.concatenate(values) for name, values in arrays.items()
@@ -126,7 +132,7 @@ def _read(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str,
         with np.load(path) as file:
             facts = json.loads(str(file["facts"]))
             arrays = {name: np.atleast_1d(file[name]) for name in names}
-            version, missing = facts.get("format"), {"step", "round", "world"} - facts.keys()
+            version, missing = facts.get("format"), {"step", "round", "world", "rank", "run_id"} - facts.keys()
     except Exception as error:  # zip, zlib, numpy and JSON each have their own
         raise ValueError(f"{path} is damaged: it cannot be read as an npz file with {', '.join(names)}") from error
     if version != FORMAT:
