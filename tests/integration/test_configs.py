@@ -209,8 +209,8 @@ REFUSED = {
     "loss.target_positive_ratoi=.3": "unknown key 'loss.target_positive_ratoi'; nearest: 'loss.target_positive_ratio'",
     "+loss.target_positive_ratoi=.3": f"'loss.target_positive_ratoi'; nearest: 'loss.target_positive_ratio'; {HERE_ARE}",
     "modle.lr=1": "unknown key 'modle.lr'; nearest: 'optimizer.lr'",
-    "+modle.lr=1": "unknown key 'modle'; nearest: 'policy.warm_start.model'; known here: advantage, callbacks",
-    "+lerning_rate=1": "unknown key 'lerning_rate'; known here: advantage, callbacks, explain, logger, loss, lr_schedule",
+    "+modle.lr=1": "unknown key 'modle'; nearest: 'policy.warm_start.model'; known here: advantage, allow_changes, callbacks",
+    "+lerning_rate=1": "unknown key 'lerning_rate'; known here: advantage, allow_changes, callbacks, explain, logger, loss",
     "+callbacks.checkpoint.every_n_update=3": "unknown key 'callbacks.checkpoint.every_n_update'; nearest: "
     "'callbacks.checkpoint.every_n_updates'",
     "+policy.warm_start.model.hiden_size=8": "policy.warm_start.model has hiden_size; it takes hidden_size, intermediate_size",
@@ -304,6 +304,9 @@ REFUSED = {
     "policy.dtype=bfloat16",
     "trainer.accelerator=tpu": "trainer: Lightning refuses its flags",
     "+trainer.max_epochs=3": "trainer.max_epochs is 3; the loop sets it: rounds are counted: trainer.max_rounds",
+    "trainer.gradient_clip_val=1": "trainer.gradient_clip_val cannot be set; the loop sets it: the gradient of an update is ",
+    "trainer.limit_train_batches=2": "; to add it: +trainer.limit_train_batches=VALUE",
+    "optimizer.fused=true": "; to add it: +optimizer.fused=VALUE",
     "+trainer.gradient_clip_val=1": "trainer.gradient_clip_val is 1; the loop sets it: the gradient of an update is clipped "
     "once, by trainer.max_grad_norm",
     "+trainer.accumulate_grad_batches=2": "trainer.accumulate_grad_batches is 2; the loop sets it: a mini-batch is one update",

@@ -94,7 +94,8 @@ class DatasetTask(Task):
         for split in self.splits if self.path is None else ():
             file = Path(getattr(self, split)).expanduser()
             if not file.is_file() or file.suffix not in BUILDERS:
-                raise ValueError(f"task.{split} is {getattr(self, split)!r}; it must be a file: {', '.join(BUILDERS)}")
+                there = "" if file.exists() else ", and there is none of that name"
+                raise ValueError(f"task.{split} is {getattr(self, split)!r}; it must be a file: {', '.join(BUILDERS)}{there}")
 
     @property
     def splits(self) -> tuple[Split, ...]:

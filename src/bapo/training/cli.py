@@ -18,8 +18,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from bapo.training import config_check
 from bapo.training.run_folder import redact, register_resolvers
+from bapo.training.trainer import OWNED
 
 CONF = Path(__file__).parents[3] / "conf"
+TAKES_MORE = ("trainer", "optimizer", "lr_schedule", "logger", "callbacks")
+"""Groups of classes that take more arguments than their files in conf name."""
 
 
 def cli(main: Callable[[], Any], config: str = "train") -> None:
@@ -67,10 +70,14 @@ def explain(error: Exception, overrides: Sequence[str] = (), config: str = "trai
     if message.startswith("Config group override must be a string"):
         return f"{' '.join(o for o in overrides if o.endswith('=null'))}: a group cannot be null; name a file of conf/GROUP"
     if isinstance(error, HydraException) and (match := re.search(r"Could not override '([^']+)'", message)):
+        key = match[1]
         overlay = re.search(r"To append to your default list use (\S+)", message)
-        near = overlay[1] if overlay else _section_of(match[1], overrides)
-        near = near or config_check.nearest(match[1], _known_keys(overrides, config))
-        message = f"unknown key {match[1]!r}" + (f"; nearest: {near!r}" if near else "")
+        near = overlay[1] if overlay else _section_of(key, overrides)
+        near = near or config_check.nearest(key, _known_keys(overrides, config))
+        message = f"unknown key {key!r}" + (f"; nearest: {near!r}" if near else "")
+        if key.split(".")[0] in TAKES_MORE and "." in key:
+            why = OWNED.get(key.removeprefix("trainer."))
+            message = f"{key} cannot be set; the loop sets it: {why}" if why else f"{message}; to add it: +{key}=VALUE"
     if match := re.fullmatch(r"([\w.]+) is {.*}; it must be a section with a _target_ or null", message):
         maker = _section_of(f"{match[1]}.", overrides)
         message += f": {maker} makes one" if maker else ""
