@@ -37,14 +37,17 @@ def rewards(task: DatasetTask, gold: str, *responses: str) -> list[float | None]
         (r"\boxed{7,2}", 0.0),
         (r"\boxed{7$2}", 0.0),
         (r"\boxed{$ 72 $}", 1.0),
-        (r"\boxed{{72}}", 0.0),  # what is in the box is no number
-        (r"\boxed{\text{72}}", 0.0),
+        (r"\boxed{{72}}", 1.0),
+        (r"\boxed{\text{72}}", 1.0),
+        (r"\boxed{72\%}", 1.0),
+        (r"\boxed{72 \text{ dollars}}", 1.0),
+        (r"\boxed{72\text{ million}}", 0.0),
         (r"\boxed{48+24}", 0.0),  # mode math would let it pass
-        (r"\boxed{x = \boxed{72}}", 1.0),
+        (r"\boxed{x = \boxed{72}}", 0.0),  # one box inside another
         (r"\boxed{}", 0.0),
         (r"\boxed{-72}", 0.0),
         (r"\boxed{+72}", 1.0),
-        (r"\boxed{７２}", 0.0),
+        (r"\boxed{７２}", 1.0),
         ("#### 72", 0.0),
         ("The answer is 72.", 0.0),
         ("boxed{72}", 0.0),
@@ -57,7 +60,8 @@ def test_gsm8k_only_the_last_complete_box_counts(response: str, reward: float) -
 
 def test_gsm8k_numbers_are_compared_as_numbers() -> None:
     assert rewards(dataset("gsm8k"), "1120000", r"\boxed{1,120,000}", r"\boxed{1120000.0}") == [1.0, 1.0]
-    assert rewards(dataset("gsm8k"), "-5.50", r"\boxed{-5.5}") == [1.0]
+    assert rewards(dataset("gsm8k"), "-5.50", r"\boxed{-5.5}", r"\boxed{−5.5}") == [1.0, 1.0]
+    assert rewards(dataset("gsm8k"), "70000", r"\boxed{70{,}000}", r"\boxed{70\,000}", r"\boxed{70{,}00}") == [1.0, 1.0, 0.0]
     assert rewards(dataset("gsm8k"), "9007199254740993", r"\boxed{9007199254740992}") == [0.0]  # one float64 for both
     assert [number(text) for text in ("1.2.3", "1e3", "", ".", "-", "nan", "0x10")] == [None] * 7
     said = [dataset("gsm8k").answer(rf"\boxed{{{box}}}") for box in ("72", "$72.00", "+0,072", "-0.50", "-0", "1e3", "7.")]

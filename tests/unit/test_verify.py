@@ -41,7 +41,9 @@ def no_worker_is_left() -> Iterator[None]:
         (r"\boxed{\begin{pmatrix}1\\{2}\end{pmatrix}}", r"\begin{pmatrix}1\\{2}\end{pmatrix}"),  # here it is a line break
         (r"\boxed{12}. Hmm, no: \boxed{11}.", "11"),
         (r"\boxed{11} is wrong, it is \boxed{12", "11"),
-        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{\boxed{5}}", None),
+        (r"\boxed{4} \boxed{x = \boxed{5}}", None),
+        (r"\boxed{x = \boxed{5}", "5"),
         (r"\boxed{5 and \boxed{6}", "6"),
         (r"\fbox{7}", "7"),
         (r"\boxed {8}", "8"),
@@ -154,8 +156,10 @@ def test_modes_agree_on_whole_numbers() -> None:
         ("25", "-25", "wrong"),
         ("25", "x=25", "wrong"),
         ("25", r"\frac{50}{2}", "wrong"),
-        ("25", r"25^\circ", "wrong"),
-        ("25", "２５", "wrong"),
+        ("25", r"25^\circ", "right"),
+        ("25", r"\text{25}", "right"),
+        ("25", "２５", "right"),
+        ("25", r"25\%", "wrong"),
         ("204", "2 0 4", "wrong"),  # numbers apart
         ("204", "2$0$4", "wrong"),
         ("12", "1 2", "wrong"),
@@ -258,10 +262,27 @@ def test_units_are_split_off(text: str, parts: tuple[str, str | None]) -> None:
 )
 def test_a_gold_that_nothing_compares_with_is_refused(gold: str, mode: verify.Mode, message: str) -> None:
     assert re.search(message, check_golds([gold], mode, timeout_s=60)[gold])
-    response = r"\boxed{\sqrt{3}}"
-    if "deeply" not in message:  # those that come to be compared all the same
+    if "parse" not in message:
         with pytest.raises(ValueError, match=message):
-            verify_answers([response], [gold], mode)
+            verify_answers([r"\boxed{\sqrt{3}}"], [gold], mode)
+    elif "deeply" not in message:  # those that come to be compared all the same end no run
+        assert outcomes([(gold, r"\sqrt{3}")]) == ["unverified"]
+
+
+def test_a_gold_that_raises_beside_one_answer_is_unverified_there_and_nowhere_else() -> None:
+    golds = [r"P=25\%", r"0.56 = 56\%", "x=5", "y=2x+1"]
+    assert check_golds(golds) == {}
+    assert outcomes([(golds[0], "x=1"), (golds[0], r"25\%"), (golds[0], "0.25"), (golds[0], "3")]) == [
+        "unverified", "right", "right", "wrong",
+    ]  # fmt: skip
+    assert outcomes([(golds[1], answer) for answer in ("0.56", r"56\%", r"0.56=56\%", "0.57", "x=1")]) == [
+        "right", "right", "right", "wrong", "wrong",
+    ]  # fmt: skip
+
+
+def test_a_gold_that_no_other_answer_can_be_compared_with_is_refused() -> None:
+    matrices = r"A=\begin{pmatrix}1&2\\3&4\end{pmatrix}, B=\begin{pmatrix}1&0\\0&1\end{pmatrix}"
+    assert check_golds([matrices]) == {matrices: "does not parse"}
 
 
 def test_golds_are_checked_many_at_a_time() -> None:

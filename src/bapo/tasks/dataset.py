@@ -120,7 +120,16 @@ class DatasetTask(Task):
         golds = [prompt.answer for prompt in prompts]
         verdicts = verify_answers(responses, golds, self.mode, answer_in=self.answer_in)
         rewards = [None if verdict.outcome == "unverified" else verdict.reward for verdict in verdicts]
-        if len(rewards) >= WARN_AFTER and not self._warned and not any(rewards) and not any(map(self.answer, responses)):
+        for prompt, verdict in zip(prompts, verdicts, strict=True):
+            if verdict.outcome == "unverified" and prompt.uid not in self._warned:
+                self._warned.add(prompt.uid)
+                log.warning("task %s: an answer to %s could not be verified: %s", self.name, prompt.uid, verdict.reason)
+        if (
+            len(rewards) >= WARN_AFTER
+            and "no answer" not in self._warned
+            and not any(rewards)
+            and not any(map(self.answer, responses))
+        ):
             self._warned.add("no answer")
             note = "task %s: not one of %d responses has an answer %s, so none can be right: does task.instruction ask for it?"
             log.warning(note, self.name, len(rewards), PLACES[self.answer_in])

@@ -181,9 +181,18 @@ def same_answer(gold: str, answer: str, equal: Equal) -> bool:
         answers = (
             answers[1:] if _NAMES.fullmatch(answers[0]) and not _LETTERS.fullmatch(gold) else answers
         )  # the gold says no name: any will do
+    if len(golds) > 1 and len(values := set(map(_value, golds))) == 1 and None not in values:  # 0.56 = 56%: either will do
+        return all(any(_same_quantity(part, said, equal) for part in golds) for said in answers)
     if len(golds) > 1:  # an equation: the answer has to be one
         return len(answers) > 1 and equal(gold, answer)
     return all(_same_quantity(golds[0], said, equal) for said in answers)  # 2 + 2 = 4 is right if both are
+
+
+def _value(text: str) -> Fraction | None:
+    """The number that is said, a percent sign being a hundredth; None for anything else."""
+    body, unit = split_unit(text)
+    value = rational(body)
+    return value / 100 if value is not None and unit == PERCENT else value if unit is None else None
 
 
 def _unnamed(text: str) -> tuple[str, str | None]:

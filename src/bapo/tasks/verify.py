@@ -54,8 +54,8 @@ def verify_answers(
 
     answer_in: where a response has its answer, in its last box or after its last `####`.
 
-    Raises ValueError for a gold that nothing can be compared with (`check_golds` finds it when a task is loaded), RuntimeError
-    if the library that compares formulas does not work.
+    Raises ValueError for a gold that is empty, too long or no number where the mode wants one (when a task is loaded,
+    `check_golds` finds it, and those that do not parse), RuntimeError if the library that compares formulas does not work.
     """
     limits = _limits(mode, timeout_s, memory_mb)
     if len(responses) != len(golds):
@@ -163,8 +163,8 @@ def _compared(right: bool, answer: str | None) -> Verdict:
 def _verdict(gold: str, answer: str | None, reply: dict[str, Any]) -> Verdict:
     if "right" in reply:
         return _compared(reply["right"], answer)
-    if reply.get("not_parsed") == "gold":
-        raise ValueError(f"the gold {_short(gold)} does not parse")
+    if reply.get("not_parsed") == "gold":  # beside this answer: `check_golds` has compared it with others
+        return Verdict("unverified", f"the gold {_short(gold)} cannot be compared with it", answer)
     if "not_parsed" in reply:
         return Verdict("wrong", "the answer does not parse", answer)
     return Verdict("unverified", reply.get("gave_up") or reply["raised"], answer)
@@ -196,6 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--answer-in", choices=get_args(AnswerIn), default="box")
     options = parser.parse_args(_options_first(sys.argv[1:] if arguments is None else arguments))
     try:
+        if faults := check_golds([options.gold], options.mode):
+            raise ValueError(f"the gold {_short(options.gold)} {faults[options.gold]}")
         (verdict,) = verify_answers([options.response], [options.gold], options.mode, answer_in=options.answer_in)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
