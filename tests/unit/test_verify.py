@@ -61,10 +61,10 @@ def test_the_answer_is_what_the_last_complete_box_holds(text: str, answer: str |
 
 
 def test_a_long_response_is_read_in_one_pass() -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     for part in (r"\boxed{", r"\boxed{1}", "\\", "{", "}", r"\{", r"\boxed "):
         last_box(part * (1_000_000 // len(part)))
-    assert time.monotonic() - begun < 10
+    assert time.process_time() - begun < 10
 
 
 @pytest.mark.parametrize("mode", ["math", "exact", "integer"])
@@ -116,7 +116,6 @@ def test_gold_and_answer_are_not_to_be_swapped() -> None:
         (r"\frac{3}{56}", r"\frac{3}{56}\approx 7"),  # what a gold is rounded to is not looked at
         (r"\sqrt{2}", r"\sqrt{2}\approx 1.5"),
         ("5", r"5 \approx 6"),
-        ("5", "5,5"),
         (r"0.5\%", "0.5"),
         ("0.5", r"0.5\%"),
         ("5", r"5\text{ big red apples}"),
@@ -125,8 +124,10 @@ def test_gold_and_answer_are_not_to_be_swapped() -> None:
         ("5", "5_6"),
         ("4", "2+2=4"),
         ("x=1, y=2", "2,1"),
+        ("5", "[5,5]"),
         ("ABC", r"C\cdot B\cdot A"),
         ("ABC", "CBA=ABC"),  # of a gold it is a name
+        ("5", r"\phantom{5}"),
     ]
     assert sorted(no_golds) == sorted(["0.333...", "2 0 4", "2$0$4", "3'", "5_x"])
 

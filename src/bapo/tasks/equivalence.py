@@ -28,12 +28,18 @@ _CHARACTERS = str.maketrans(
 _TIDY: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
+        (r"\\(?:mathrm|mathit|operatorname|rm)\s*\{\s*([ei])\s*\}", r"\1"),
+        (r"\{\s*([^{}]*?)\s*\\choose(?![a-zA-Z])\s*([^{}]*?)\s*\}", r"\\binom{\1}{\2}"),
+        (r"(?<=[\d.])\\(?:bar|dot)\s*(?:\{(\d+)\}|(\d))", r"\\overline{\1\2}"),
+        (r"\((\d[\dA-F]*)\)\s*_", r"\1_"),  # a base
+        (r"(?<=\d),\\!\s*(?=\d{3}(?!\d))", ","),
         (r"\\\$", r"\\dollar "),
         (r"(?<=\d)\$+(?=\d)", " "),
         (r"\\(?:boldsymbol|bm|underline|textcolor\s*\{\w+\})(?=\s*\{)|\\color\s*\{\w+\}", ""),
-        (r"\\sqrt(?:\s+(\d+)|(\d))(?![\d.])", r"\\sqrt{\1\2}"),
+        (r"\\sqrt(\[[^\]]*\])?(?:\s+(\d+)|(?<=[t\]])(\d))(?![\d.])", r"\\sqrt\1{\2\3}"),
         (r"(?<!\\)\\[()\[\]]|\$|\\!|\\(?:left|right)(?![a-zA-Z])\.?|\\[bB]igg?[lr]?(?![a-zA-Z])", ""),
-        (r"(\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))|(\d)\{,\}", r"\1\2,"),  # 1\,000 and 1{,}000
+        (r"(?<=\d)(?:\\[,;: ]|~|\{,\})(?=\d{3}(?!\d))", ""),  # 1\,000 and 1{,}000
+        (r"(?<=\d)\{,\}", ","),
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])|\\(?:display|text)style(?![a-zA-Z])", " "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:mathrm|mathbf|mathit|mathsf|textrm|textbf|textit|textnormal|mbox|hbox)\s*\{", r"\\text{"),
@@ -52,8 +58,11 @@ _TIDY: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\s+", " "),
     )
 )
-_WRAPPED = re.compile(r"\{([^{}]+)\}|\\text\{\s*([-+.\d][^{}]*)\}")
-_OR = re.compile(r"\s*,?\s*(?:\\text\{\s*(?:or|and)\s*\}|(?<=[\d)}\w]) (?:or|and) )\s*")
+_WRAPPED = re.compile(r"\{([^{}]+)\}|\\text\{\s*((?:\\dollar )?[-+.\d][^{}]*)\}")
+_OR, _AND = (re.compile(rf"\s*,?\s*(?:\\text\{{\s*{word}\s*\}}|(?<=[\d)}}\w]) {word} )\s*") for word in ("or", "and"))
+_CONDITION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-zA-Z])")
+_CHOICE = re.compile(r"\\text\{\s*\(([A-E])\)\s*\}\s*(\S.*)")
+_COLONS = re.compile(r"\d+(?:\s*:\s*\d+)+", re.ASCII)
 
 
 def tidy(text: str) -> str:
@@ -139,7 +148,10 @@ def words(text: str) -> str | None:
     return bare if len(bare) == 1 else bare.lower()
 
 
-_NAME = r"(?:m?\\angle\s*)?(?:\\text\{\s*[A-Za-z]+\s*\}|\\?[A-Za-z]+(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{?-1\}?)?(?:\([^()=]*\))?)"
+_NAME = (
+    r"(?:m?\\angle\s*)?(?:\|\s*[A-Za-z]+\s*\||\\overline\s*\{[A-Z]+\}|"
+    r"\\text\{\s*[A-Za-z]+\s*\}|\\?[A-Za-z]+(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{?-1\}?)?(?:\([^()=]*\))?)"
+)
 _NO_NAME = rf"(?!\\(?:pi|infty)|(?:\\text\{{\s*)?(?i:{'|'.join(sorted(NO_NAME))})\b)"
 _NAMES = re.compile(rf"{_NO_NAME}(?:{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\))")
 
@@ -171,8 +183,16 @@ def same_answer(gold: str, answer: str, equal: Equal) -> bool:
         return True
     if (wanted := words(gold)) is not None and (said := words(answer)) is not None:
         return wanted == said
+    if "phantom{" in answer:  # what cannot be seen is no answer
+        return False
+    if (choice := _CHOICE.fullmatch(answer)) and not _CHOICE.fullmatch(gold):  # (B) 12
+        return wanted == choice[1] or same_answer(gold, choice[2], equal)
+    if choice := _CHOICE.fullmatch(gold):
+        return words(answer) == choice[1] or same_answer(choice[2], answer, equal)
+    if _COLONS.fullmatch(gold) and _COLONS.fullmatch(answer):  # a time, or a ratio in the terms that were asked for
+        return [int(part) for part in gold.split(":")] == [int(part) for part in answer.split(":")]
     (gold, kind), (answer, other) = _unnamed(gold), _unnamed(answer)
-    if {kind, other} == {"set", "pair"}:
+    if {kind, other} == {"set", "pair"} or (other == "pair" and rational(split_unit(gold)[0]) is not None):
         return False
     golds, answers = split_top(gold, "="), split_top(answer, "=")
     if len(golds) > 1 and _NAMES.fullmatch(golds[0]) and (len(answers) == 1 or answers[0] == golds[0]):
@@ -200,14 +220,29 @@ def _unnamed(text: str) -> tuple[str, str | None]:
 
     With it goes what it is for certain: a set, a pair (or a longer tuple, or an interval), or None.
     """
-    said = text if words(text) is not None else _OR.sub(", ", text)
+    if words(text) is not None:
+        said = text
+    elif _CONDITION.search(text):
+        return _OR.sub(r" \\lor ", _AND.sub(r" \\land ", text)), None
+    else:
+        said = _OR.sub(", ", _AND.sub(", ", text))
     pairs = [split_top(part, "=") for part in split_top(said, ",")]
     if len(pairs) < 2 or not all(len(pair) == 2 and re.fullmatch(_NAME, pair[0]) for pair in pairs):
         return said, _kind(said, several=said != text)
-    names = {pair[0] for pair in pairs}
-    if len(names) == 1:
+    names = [pair[0] for pair in pairs]
+    if len(set(names)) == 1:
         return ",".join(value for _, value in pairs), "set"
-    return (f"({','.join(value for _, value in sorted(pairs))})", "pair") if len(names) == len(pairs) else (said, None)
+    if len({name.partition("_")[0] for name in names}) == 1:  # x_1 and x_2
+        return ",".join(value for _, value in sorted(pairs)), None
+    if len(set(names)) < len(names) or not (names == sorted(names) or _neighbours(names)):
+        return said, None  # x=1, a=2: which comes first is in the question
+    return f"({','.join(value for _, value in sorted(pairs))})", "pair"
+
+
+def _neighbours(names: list[str]) -> bool:
+    """True for letters that follow each other in the alphabet, in any order, as y, x."""
+    letters = sorted(names)
+    return all(len(name) == 1 for name in names) and ord(letters[-1]) - ord(letters[0]) == len(letters) - 1
 
 
 def _kind(text: str, several: bool) -> str | None:
@@ -228,6 +263,10 @@ def _same_quantity(gold: str, answer: str, equal: Equal) -> bool:
 
     What the gold does not have has to be a unit for certain: `addable`.
     """
+    golds, answers = split_top(gold, ","), split_top(answer, ",")
+    thousands = any("," in side and rational(side) is not None for side in (gold, answer))  # 100,200 is one number
+    if len(golds) > 1 and not thousands and all(rational(split_unit(part)[0]) is not None for part in golds + answers):
+        return _same_members(golds, answers, equal)
     (wanted, unit), (said, other) = split_unit(gold), split_unit(answer)
     if unit != other and PERCENT in (unit, other):
         if unit is None:  # 28% is 0.28; beside a gold of 28 it is the answer to "what percent"
@@ -239,6 +278,17 @@ def _same_quantity(gold: str, answer: str, equal: Equal) -> bool:
     return (unit == other or other is None or (unit is None and addable(other))) and _same_value(wanted, said, equal)
 
 
+def _same_members(golds: list[str], answers: list[str], equal: Equal) -> bool:
+    """True for lists of as many numbers, with or without units, in any order."""
+    left = list(answers)
+    for gold in golds:
+        found = next((said for said in left if _same_quantity(gold, said, equal)), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return not left
+
+
 def _same_value(gold: str, answer: str, equal: Equal) -> bool:
     if gold == answer:
         return True
@@ -248,14 +298,17 @@ def _same_value(gold: str, answer: str, equal: Equal) -> bool:
     wanted, said = rational(gold), rational(answer)
     if wanted is not None and (said is not None or words(answer) is not None):
         return wanted == said  # exactly: 0.333 is not 1/3, and 2^-99 is not 2^-98
-    return equal(gold, answer)
+    if wanted is not None and len(split_top(answer, ",")) > 1:  # a list is no number
+        return False
+    return equal(gold if wanted is None else gold.replace(",", ""), answer if said is None else answer.replace(",", ""))
 
 
 def formula(gold: str) -> str | None:
     """The part of a gold that a parser has to understand; None if there is nothing, as in a number or in words."""
     gold = tidy(gold)
-    body = split_unit(gold)[0]
-    return None if words(gold) is not None or rational(body) is not None else body
+    if words(gold) is not None or all(rational(split_unit(part)[0]) is not None for part in split_top(gold, ",")):
+        return None
+    return split_unit(_unnamed(gold)[0] if _CONDITION.search(gold) else gold)[0]
 
 
 def canonical(text: str) -> str | None:

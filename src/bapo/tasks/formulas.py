@@ -13,10 +13,9 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig, normalize_latex
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from latex2sympy2_extended.logic import And
-from latex2sympy2_extended.sets import FiniteSet
 from math_verify import verify
 from math_verify.grader import sympy_symbolic_eq
-from sympy import Eq, Expr, Float, MatrixBase, Ne, Rational, Union, nan, zoo
+from sympy import Expr, Float, Intersection, MatrixBase, Ne, Rational, Union, nan, zoo
 from sympy.core.relational import Relational
 
 from bapo.tasks.equivalence import last_digit, rational, split_rounded, split_top
@@ -24,6 +23,8 @@ from bapo.tasks.equivalence import last_digit, rational, split_rounded, split_to
 DIGITS = 100
 """To which two closed forms have to agree."""
 NORMALISATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
+CONDITIONS = re.compile(r"[<>]|\\(?:le|ge|ne)(?![a-zA-Z])")
+CONNECTIVES = r"\s*(\\land(?![a-zA-Z])|\\lor(?![a-zA-Z])|,)\s*"
 CONVERSION = ConversionConfig(lowercase_symbols=False)
 
 
@@ -63,7 +64,8 @@ def prepare(text: str) -> str:
     text = re.sub(r"(\d*)\.(\d+)", lambda match: _fraction(Fraction("0" + match[0])), text)
     if re.search(r"\\(?:sum|prod)(?![a-zA-Z])", text):
         return text
-    return re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+|_\{?\w+\}?|[a-zA-Z]+", _imaginary, text)
+    text = re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+|_\{?\w+\}?|[a-zA-Z]+", _imaginary, text)
+    return re.sub(r"I(?=\s*\^)", "{I}", text)  # the parser drops the power of a bare I
 
 
 def _mixed(match: re.Match[str]) -> str:
@@ -90,16 +92,31 @@ def _imaginary(match: re.Match[str]) -> str:
 @lru_cache(maxsize=256)
 def parse(text: str) -> Any:
     """Parses it into sympy; nothing is evaluated. Raises whatever the parser does."""
+    if CONDITIONS.search(text) and len(parts := re.split(CONNECTIVES, text)) > 1:
+        return _joined(parts)
     text = normalize_latex(prepare(text), NORMALISATION)
     found = Parser(is_real=True, convert_degrees=True, config=CONVERSION).parse(text)
-    parts = found.args if isinstance(found, FiniteSet) and len(found.free_symbols) == 1 else ()
-    if parts and all(isinstance(part, Relational | And) and not isinstance(part, Eq) for part in parts):
-        return Union(*(part.as_set() for part in parts))  # x < 1 or x > 2
     if isinstance(found, Ne):  # math-verify knows no such relation
         if len(found.free_symbols) != 1:
             raise ValueError("a condition that nothing can be compared with")
         return found.as_set()
     return found
+
+
+def _joined(parts: list[str]) -> Any:
+    r"""The set of conditions on one variable: `\land` is an intersection, `\lor` a union.
+
+    A comma is an intersection, unless that is empty: x < 1, x > 5.
+    """
+    conditions = [parse(part.strip()) for part in parts[::2]]
+    if len({symbol for condition in conditions for symbol in condition.free_symbols}) > 1:
+        raise ValueError("conditions on several variables")
+    sets = [condition.as_set() if isinstance(condition, Relational | And) else condition for condition in conditions]
+    whole = sets[0]
+    for connective, other in zip(parts[1::2], sets[1:], strict=True):
+        both = Intersection(whole, other)
+        whole = Union(whole, other) if connective == r"\lor" or (connective == "," and both.is_empty) else both
+    return whole
 
 
 def parse_side(side: str, text: str) -> Any:

@@ -29,7 +29,8 @@ _SAYING = (
     "approximately approx almost nearly roughly maybe perhaps probably possibly is are was be wrong false incorrect right "
     "true correct minus plus times divided multiplied by negative positive double triple twice thrice factorial root power "
     "choose halved doubled tripled repeating recurring infinity infinite infinitely undefined unknown impossible otherwise "
-    "instead only any all none minimum maximum max inverse reciprocal absolute imaginary sin cos tan log"
+    "score gross couple pair myriad instead only any all none "
+    "minimum maximum max inverse reciprocal absolute imaginary sin cos tan log"
 )
 NO_UNIT = frozenset(f"{_NUMBER_WORDS} {_SAYING}".split())
 """Words that say something about the number: what holds them is left alone."""
@@ -37,7 +38,7 @@ NO_NAME = frozenset(f"{_NUMBER_WORDS} not never wrong false incorrect".split())
 """Words that are no name before `=`."""
 _BESIDE = frozenset(["old", "long", "wide", "tall", "high", "deep", "away", "apart", "each", "total", "altogether"])
 """Words that say nothing beside a unit."""
-_FACTORS = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}"} | {
+_FACTORS = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "lakh": "10^{5}", "crore": "10^{7}"} | {
     f"{word}illion": f"10^{{{power}}}" for word, power in (("m", 6), ("b", 9), ("tr", 12))
 }
 
