@@ -15,7 +15,7 @@ from support.verification import boxed, outcomes, workers
 
 from bapo.tasks import verify
 from bapo.tasks.answers import after_hashes, last_box
-from bapo.tasks.equivalence import rational, tidy
+from bapo.tasks.spelling import rational, tidy
 from bapo.tasks.units import split_unit
 from bapo.tasks.verify import Verdict, check_golds, close_workers, verify_answers
 

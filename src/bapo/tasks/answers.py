@@ -7,7 +7,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Literal
 
-from bapo.tasks.equivalence import tidy
+from bapo.tasks.spelling import tidy
 from bapo.tasks.units import addable, split_unit
 
 AnswerIn = Literal["box", "hashes"]

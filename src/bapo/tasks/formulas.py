@@ -18,7 +18,8 @@ from math_verify.grader import sympy_symbolic_eq
 from sympy import Expr, Float, Intersection, MatrixBase, Ne, Rational, Union, nan, zoo
 from sympy.core.relational import Relational
 
-from bapo.tasks.equivalence import last_digit, rational, split_rounded, split_top
+from bapo.tasks.equivalence import split_rounded
+from bapo.tasks.spelling import last_digit, rational, split_top
 
 DIGITS = 100
 """To which two closed forms have to agree."""

@@ -17,8 +17,9 @@ from typing import Any, Literal, cast, get_args
 
 from bapo.tasks.answers import READERS, AnswerIn, number, plain, small_integer, spell
 from bapo.tasks.compare import KNOWN_PAIRS
-from bapo.tasks.equivalence import MAX_CHARACTERS, canonical, formula, same_answer, tidy
+from bapo.tasks.equivalence import MAX_CHARACTERS, canonical, formula, same_answer
 from bapo.tasks.pool import close_workers, shared_pool
+from bapo.tasks.spelling import tidy
 
 __all__ = ["Mode", "Verdict", "check_golds", "close_workers", "verify_answers", "vote"]
 
