@@ -479,7 +479,7 @@ def test_a_row_that_cannot_be_learned_from_is_named(tmp_path: Path, row: dict, m
 
 REFUSED = {
     "loss=grpo": "unknown key 'loss'",
-    "+loss.clip=1": "unknown key 'loss'; known here: callbacks, data, logger, lr_schedule, name, ",
+    "+loss.clip=1": "unknown key 'loss'; known here: allow_changes, callbacks, data, logger, lr_schedule, name, ",
     "data=file data.path=conf/sft.yaml": "data.path is 'conf/sft.yaml'; split 'train' could not be loaded",
     "sft.epochs=0": "sft.epochs is 0; it must be >= 1",
     "sft.batch_size=x": "sft.batch_size is 'x'; it must be an integer",
