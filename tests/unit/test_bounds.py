@@ -395,7 +395,7 @@ def from_log_ratios(rows: list[tuple[float, float, float, float]]) -> LossInputs
     return LossInputs(behaviour + log_ratio, behaviour, advantages, torch.ones_like(advantages, dtype=torch.bool), weights)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(token_lists, low_range, high_range, st.floats(0.05, 0.95), orders, readings)
 def test_table_search_is_algorithm_1(rows, low, high, target, order, reading) -> None:
     inputs = from_log_ratios(rows)
