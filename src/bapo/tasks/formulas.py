@@ -13,9 +13,10 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig, normalize_latex
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from latex2sympy2_extended.logic import And
+from latex2sympy2_extended.sets import FiniteSet
 from math_verify import verify
 from math_verify.grader import sympy_symbolic_eq
-from sympy import Expr, Float, Intersection, MatrixBase, Ne, Rational, Union, nan, zoo
+from sympy import Expr, Float, Intersection, MatrixBase, Ne, Rational, S, Union, nan, zoo
 from sympy.core.relational import Relational
 
 from bapo.tasks.equivalence import split_rounded
@@ -135,6 +136,10 @@ def equal(gold: str, answer: str) -> bool:
     if not all(rounds_to(right, rounded) for rounded in split_rounded(answer)[1]):
         return False
     if isinstance(left, Expr) and len(split_top(answer, ",")) > 1:  # 5, 5
+        return False
+    if left is S.EmptySet and isinstance(right, Relational | And):  # math-verify takes every relation for it
+        return bool(right.as_set().is_empty)
+    if left is S.Reals and isinstance(right, FiniteSet):  # and the set of both infinities for all between them
         return False
     if isinstance(left, Expr) and isinstance(right, Expr):
         if not left.free_symbols and not right.free_symbols:
